@@ -333,7 +333,7 @@ def profile(work: Work, device: torch.device, folder: Path) -> tuple[str, Captur
         f"{path.name}: {len(costs) - len(known)} operators in {time.monotonic() - started:.0f} s, {capture_seconds:.0f} s of "
         f"it the capture; program {captured.program.fingerprint[:12]}"
     )
-    return line, replace(captured, reads=None, in_order=None)  # which would hold the model
+    return line, replace(captured, reads=None, undelayed=None)  # which would hold the model
 
 
 def plan(work: Work, budget: str, device: torch.device, folder: Path) -> str:

@@ -36,7 +36,7 @@ class BlockCall:
     Attributes:
         key: everything that a capture fixes.
         captured: the block's program for this call.
-        in_order: the same with all gradients in autograd's order, where ``captured`` delays some; else None. Which one is used
+        undelayed: the same with all gradients in autograd's order, where ``captured`` delays some; else None. Which one is used
             depends on workspaces, which are measured later, when the inputs are gone. Both number inputs, results and their
             gradients alike.
         request: what it was captured for; without inputs.
@@ -46,14 +46,14 @@ class BlockCall:
 
     key: Any
     captured: Captured
-    in_order: Captured | None
+    undelayed: Captured | None
     request: Request
     inputs: tuple[InputSpec, ...]
     layout: str
 
     def as_in(self, record: ScheduleRecord) -> Captured:
         """The program with those gradients delayed that a schedule delays, as far as there is one."""
-        return self.captured if record.made_last or self.in_order is None else self.in_order
+        return self.captured if record.made_last or self.undelayed is None else self.undelayed
 
 
 class BlockSchedule(ScheduleWrapper):
@@ -182,9 +182,9 @@ class BlockSchedule(ScheduleWrapper):
                 f"{self._block_name} changes its inputs in place, which a block of a schedule cannot; clone them first, or "
                 "leave the block out"
             )
-        in_order = self._captured(replace(request, made_last=()), key, captured) if captured.made_last else None
+        undelayed = self._captured(replace(request, made_last=()), key, captured) if captured.made_last else None
         request = replace(request, example=((), {}), made_last=captured.made_last)
-        return BlockCall(key, captured, in_order, request, input_specs(*example), weights_layout(self._model))
+        return BlockCall(key, captured, undelayed, request, input_specs(*example), weights_layout(self._model))
 
     def _captured(self, request: Request, key: Any, delayed: Captured | None = None) -> Captured:
         """The block's program, or that of an equal block.

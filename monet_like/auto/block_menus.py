@@ -225,8 +225,8 @@ def costs_of_call(
 ) -> Prepared:
     """A block's program with its costs; gradients are delayed in it unless the workspaces make that dearer."""
     ready = _measured(call.captured, call.request, device, settings, progress, deadline)
-    if call.in_order and delays_cost(replace(call.request, made_last=None), ready.captured, ready.costs):
-        return _measured(call.in_order, replace(call.request, made_last=()), device, settings, progress, deadline)
+    if call.undelayed and delays_cost(replace(call.request, made_last=None), ready.captured, ready.costs):
+        return _measured(call.undelayed, replace(call.request, made_last=()), device, settings, progress, deadline)
     return ready
 
 

@@ -141,7 +141,7 @@ class Captured:
         autograd_nodes: the node of autograd's graph that each slot of ``plain`` belongs to, by the slot's name.
         optimizer_in_backward: gradients of parameters are freed in the backward, where slots named ``release`` read them.
         made_last: names of the parameters whose gradients ``program`` makes after all others, see `made_last`.
-        in_order: the step as traced, without variants, whose gradients are all made in autograd's order; None where ``program``
+        undelayed: the step as traced, without variants, whose gradients are all made in autograd's order; None where ``program``
             delays none.
         reads: Python values that the model reads, such as a dropout's ``p``, as they were at the capture.
         constants: the tensors among ``parameters`` and ``buffers`` that the model has not registered.
@@ -175,7 +175,7 @@ class Captured:
     as_called: Program | None = None
     autograd_nodes: Mapping[str, int] = field(default_factory=dict)
     made_last: tuple[str, ...] = ()
-    in_order: Captured | None = None
+    undelayed: Captured | None = None
     optimizer_in_backward: bool = False
     reads: Reads | None = None
     constants: Constants = field(default_factory=Constants)

@@ -127,9 +127,9 @@ def captured_for(request: Request, example: Example) -> Captured:
 
 def in_autograd_order(request: Request, captured: Captured) -> Captured:
     """A captured request with no gradient delayed, as ``made_last=()`` would give it. Nothing is traced again."""
-    if captured.in_order is None:
+    if captured.undelayed is None:
         return captured
-    return admitted(captured.in_order, request.mode, ablation=request.ablation, liger=request.liger)
+    return admitted(captured.undelayed, request.mode, ablation=request.ablation, liger=request.liger)
 
 
 def optimizer_bytes(model: nn.Module, optimizer: str, *, in_backward: bool = False) -> int:

@@ -97,9 +97,9 @@ def test_a_gradient_is_delayed_unless_its_measured_workspace_makes_that_dearer(
     for block in blocks_of(mine):
         assert block.record.made_last == (() if large else ("second",))
         call = block._block_call
-        assert call.captured.made_last == ("second",) and call.in_order.made_last == ()
+        assert call.captured.made_last == ("second",) and call.undelayed.made_last == ()
         for name in ("inputs", "tangents", "outputs"):
-            assert getattr(call.captured, name) == getattr(call.in_order, name)
+            assert getattr(call.captured, name) == getattr(call.undelayed, name)
     assert_same_step(plain, mine, x)
     assert measured_peak(mine, x) == pytest.approx(plan.peak_bytes, rel=0.01)
     assert measured_peak(mine, x) <= plan.budget_bytes

@@ -83,10 +83,10 @@ def test_one_trace_gives_the_step_in_autograds_order_too(is_opted_out: bool) -> 
     model = Net()
     model.large.no_dropit = is_opted_out
     model.features[1].inplace = True  # plain PyTorch's calls are not those of the program
-    wanted, found = (capture(model, (images(),), made_last=late) for late in ((), None))
-    assert wanted.in_order is None and found.in_order is not None and found.in_order.program != found.program
+    wanted, found = (capture(model, (images(),), made_last=names) for names in ((), None))
+    assert wanted.undelayed is None and found.undelayed is not None and found.undelayed.program != found.program
     for field in dataclasses.fields(Captured):
-        one, other = (getattr(captured, field.name) for captured in (wanted, found.in_order))
+        one, other = (getattr(captured, field.name) for captured in (wanted, found.undelayed))
         if field.name == "autograd_nodes":
             one, other = one.keys(), other.keys()
         elif field.name == "reads":
@@ -94,7 +94,7 @@ def test_one_trace_gives_the_step_in_autograds_order_too(is_opted_out: bool) -> 
         elif field.name == "constants":
             one, other = one.tensors, other.tensors
         assert one == other, field.name
-    assert bool(found.in_order.no_dropit) == is_opted_out
+    assert bool(found.undelayed.no_dropit) == is_opted_out
     request = Request(model, ((images(),), {}), MODE)
     expected = captured_for(replace(request, made_last=()), request.example)
     assert in_autograd_order(request, captured_for(request, request.example)).program == expected.program

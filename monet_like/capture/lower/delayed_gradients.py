@@ -26,23 +26,23 @@ def find_delayed_gradients(program: Program, candidates: Collection[int]) -> tup
     """
     slots = [ways[0] for ways in program.slots]
     made = _backward_bytes(program, slots)
-    moved: list[int] = []
+    delayed: list[int] = []
     least = _least_bytes(program, slots)
     for slot in sorted(candidates, key=lambda i: -made[i]):
         if made[slot] < LEAST_GAIN * least:
             break
         if made[slot] < RATIO * _held_bytes(program, slots, slot):
             continue
-        found = _least_bytes(program, move_to_end(slots, (*moved, slot)))
+        found = _least_bytes(program, delay(slots, (*delayed, slot)))
         if found <= (1 - LEAST_GAIN) * least:
-            moved.append(slot)
+            delayed.append(slot)
             least = found
-    return tuple(sorted(moved))
+    return tuple(sorted(delayed))
 
 
-def move_to_end(slots: Sequence[Task], late: Collection[int]) -> list[Task]:
-    """``slots`` with those at the positions ``late`` moved to the end, in their order."""
-    last = frozenset(late)
+def delay(slots: Sequence[Task], delayed: Collection[int]) -> list[Task]:
+    """``slots`` with those at the positions ``delayed`` delayed to the end, in their order."""
+    last = frozenset(delayed)
     return [s for i, s in enumerate(slots) if i not in last] + [slots[i] for i in sorted(last)]
 
 

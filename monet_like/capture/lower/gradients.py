@@ -87,8 +87,8 @@ def _accumulates_as_it_is(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
     return all(stride == own if extent != 1 else stride != 0 for extent, stride, own in extents)
 
 
-def movable_slots(lowering: Values, gradients: Sequence[tuple[int, Tensor]]) -> dict[int, str]:
-    """Slots that can be moved to the end of the backward, with the parameter whose gradient each makes.
+def delayable_slots(lowering: Values, gradients: Sequence[tuple[int, Tensor]]) -> dict[int, str]:
+    """Slots whose gradients can be delayed to the end of the backward, with the parameter whose gradient each makes.
 
     Such a slot writes the whole gradient of one parameter and nothing else, and no other slot reads it.
     """

@@ -45,4 +45,4 @@ def add_sized(lowering: Values, node: fx.Node) -> None:
     call = Call(SIZED, (answer.op, answer.value), given, tuple(map(Ref, writes)), unpack=True)
     runs: Runs = "again" if lowering.in_backward else "first" if lowering.reads_updated_resident(node) else "both"
     task = lowering.make_task(node.name, (*calls, call), writes, runs=runs)
-    (lowering.late if lowering.in_backward else lowering.tasks).append(task)
+    (lowering.again if lowering.in_backward else lowering.tasks).append(task)

@@ -47,7 +47,7 @@ def _last_uses(lowering: Values, slots: Sequence[Task]) -> dict[int, int]:
     last: dict[int, int] = {}
     for place, slot in enumerate(slots):
         last.update(dict.fromkeys((*slot.reads, *slot.writes), place))
-    for task in reversed((*lowering.tasks, *lowering.late)):
+    for task in reversed((*lowering.tasks, *lowering.again)):
         until = max((last.get(value, -1) for value in task.writes), default=-1)
         last.update((value, until) for value in task.reads if last.get(value, -1) < until)
     return last

@@ -37,9 +37,9 @@ from ..trace.joint import trace_joint
 from ..trace.meta_tensors import as_fakes
 from ..trace.sizes import SIZED
 from ..trees import flattened, tensors_of
-from .delayed_gradients import find_delayed_gradients, move_to_end
+from .delayed_gradients import delay, find_delayed_gradients
 from .eager_results import can_view, eager_result
-from .gradients import adds_up_per_name, collect_gradients, in_slot_order, movable_slots
+from .gradients import adds_up_per_name, collect_gradients, delayable_slots, in_slot_order
 from .in_place import accumulate_in_place, with_held, with_in_place_calls
 from .inputs import add_attribute, add_placeholder, lay_out_tangent
 from .questions import add_question, add_sized
@@ -143,8 +143,8 @@ def _without_dropit(captured: Captured, model: nn.Module) -> Captured:
         return captured
     registered = (p for p in captured.parameters if p[0] not in captured.constants.tensors)
     values = frozenset(v for name, v in registered if id(model.get_parameter(name)) in exact)
-    in_order = None if captured.in_order is None else replace(captured.in_order, no_dropit=values)
-    return replace(captured, no_dropit=values, in_order=in_order)
+    undelayed = None if captured.undelayed is None else replace(captured.undelayed, no_dropit=values)
+    return replace(captured, no_dropit=values, undelayed=undelayed)
 
 
 #: Of a ``CopySlices`` whose call's gradient computes nothing: a new tensor, a copy into it, a clone of the view, a copy back.
@@ -321,7 +321,7 @@ class Lowering(Values):
             if is_random(node):
                 self.drawn.update(writes)
         elif self.in_backward:
-            self.late.append(self.make_task(node.name, (*calls, call), writes, runs="again"))
+            self.again.append(self.make_task(node.name, (*calls, call), writes, runs="again"))
         else:
             runs: Runs = "first" if self.reads_updated_resident(node) else "both"
             self.tasks.append(self.make_task(node.name, (*calls, call), writes, runs=runs))
@@ -353,14 +353,14 @@ class Lowering(Values):
         forbid_rereading_changed(self)
         forbid_strides_over_changed(self, node.graph)
         plain = self._program(outputs, parameter_gradients, input_gradients)
-        movable = {} if self.optimizer_in_backward else movable_slots(self, parameter_gradients)
+        delayable = {} if self.optimizer_in_backward else delayable_slots(self, parameter_gradients)
         if self.made_last is None:
-            late = find_delayed_gradients(plain, movable)
+            delayed = find_delayed_gradients(plain, delayable)
         else:
-            late = tuple(slot for slot, name in movable.items() if name in self.made_last)
+            delayed = tuple(slot for slot, name in delayable.items() if name in self.made_last)
         as_called = with_held(with_in_place_calls(self, plain) or plain, self.held)
         assert self.flat.out_spec is not None
-        in_order = Captured(
+        undelayed = Captured(
             program=plain,
             metas=tuple(self.metas),
             parameters=tuple(self.parameters),
@@ -388,19 +388,19 @@ class Lowering(Values):
             answers=self.flat.answers or (),
             examples=self.examples,
         )
-        if not late:
-            return in_order
-        self.slots = move_to_end(self.slots, late)
+        if not delayed:
+            return undelayed
+        self.slots = delay(self.slots, delayed)
         parameter_gradients = in_slot_order(self, parameter_gradients)
         input_gradients = in_slot_order(self, input_gradients)
         return replace(
-            in_order,
+            undelayed,
             program=self._program(outputs, parameter_gradients, input_gradients),
             parameter_gradients=tuple(parameter_gradients),
             input_gradients=tuple(input_gradients),
             as_called=as_called,
-            made_last=tuple(movable[slot] for slot in late),
-            in_order=in_order,
+            made_last=tuple(delayable[slot] for slot in delayed),
+            undelayed=undelayed,
         )
 
     def _device(self) -> torch.device:
@@ -424,7 +424,7 @@ class Lowering(Values):
         held = {t.value for t in outputs if self.values[t.value].kind == "forward"}
         program = Program(
             values=tuple(self.values),
-            tasks=(*self.tasks, *self.late),
+            tasks=(*self.tasks, *self.again),
             slots=tuple((slot,) for slot in slots),
             outputs=tuple(sorted({*held, *self.effects})),
             tangents=tuple(v for v in self.tangent_of.values() if v in read),

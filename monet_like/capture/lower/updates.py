@@ -81,7 +81,7 @@ def forbid_rereading_changed(lowering: Values) -> None:
     Raises:
         CaptureError: the backward reads one, as it was.
     """
-    for task in (*lowering.late, *lowering.slots):
+    for task in (*lowering.again, *lowering.slots):
         if not lowering.changed.isdisjoint(task.reads):
             names = ", ".join(lowering.values[v].name for v in task.reads if v in lowering.changed)
             raise CaptureError(

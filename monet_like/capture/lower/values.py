@@ -54,7 +54,7 @@ class Values:
         self.nodes: dict[fx.Node, NodeResult] = {}
         # Tasks of the forward, tasks that read forward values only but are in the backward, and tasks of the backward.
         self.tasks: list[Task] = []
-        self.late: list[Task] = []
+        self.again: list[Task] = []
         self.slots: list[Task] = []
         self.effects: list[int] = []  # values that stand for side effects of the forward
         # The model's tensors.
