@@ -88,8 +88,11 @@ class _Search:
             with torch.enable_grad(), _disable_current_modes():
                 args, kwargs = pytree.tree_map(_trained, (args, kwargs))
                 check_arguments(module, pytree.tree_leaves((args, kwargs)))
-                if capture(module, args, kwargs).written:
+                captured = capture(module, args, kwargs)
+                if captured.written:
                     raise ValueError("it changes its inputs")
+                if any(answer.is_size for answer in captured.answers):
+                    raise ValueError("its sizes depend on numbers that the model may have computed")
         except Exception:  # whatever stops it: its own parts are tried
             self._refused.add(name)
         else:

@@ -21,7 +21,7 @@ from ..ir.program import RESIDENT_KINDS, Call, Ref, Task
 from ..ir.schedule import Schedule
 from ..ir.simulate import Free, simulate
 from ..runtime.codegen import Block, compile_block, compile_chain, liveness
-from ..runtime.questions import ASK, Asking
+from ..runtime.questions import ASK, Asking, OtherAnswer
 from .branches import undone_if_ended, written_residents
 from .checks.backward_checks import check_backward, inner_results, watch_results
 from .checks.one_pass import in_one_pass
@@ -185,11 +185,13 @@ class _Call:
     Attributes:
         segments: the backward that is under way.
         versions: of the saved parameters, buffers and inputs, by position: each and its version when the backward began.
+        other: by which the call has left its branch.
     """
 
     step: CompiledStep
     segments: Iterator[list[Any]] | None = None
     versions: Mapping[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
+    other: OtherAnswer | None = None
 
     def check_versions(self, segment: Segment) -> None:
         """Check that parameters, buffers and inputs which a segment reads have not changed since the forward.
@@ -216,8 +218,14 @@ class _Head(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.call = call
         memory = call.step.memory
-        with memory.forward() if memory else nullcontext(), torch._C._DisableAutocast():
-            outputs, saved = call.step.forward(list(residents))
+        try:
+            with memory.forward() if memory else nullcontext(), torch._C._DisableAutocast():
+                outputs, saved = call.step.forward(list(residents))
+        except (
+            OtherAnswer
+        ) as other:  # raised later: PyTorch loses an error if one of its operators has given a warning before
+            call.other = other
+            return None
         ctx.save_for_backward(*saved)
         ctx.mark_non_differentiable(
             *(o for o, t in zip(outputs, call.step.captured.tangents, strict=True) if t is None)
@@ -318,6 +326,8 @@ def run_step(
     written = [residents[position] for position in step.written]
     with undone_if_ended(captured, written) if step.may_end else nullcontext():
         outputs = _Head.apply(call, token, residents)
+        if call.other is not None:
+            raise call.other
         if captured.effects is not None and step.reads is not None:
             captured.effects.repeat(step.reads, outputs, inputs, arguments)
     watch_results(step.inner_results, outputs)

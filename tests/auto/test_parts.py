@@ -77,6 +77,30 @@ def test_parts_whose_sizes_depend_on_values_are_left_out() -> None:
     assert capturable_parts(Pooled(), (x,), {}) == ["backbone"]
 
 
+def test_parts_whose_sizes_depend_on_numbers_of_other_parts_are_left_out() -> None:
+    """Experts get the numbers that a router has computed from its parameters."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own, self.other = block(), block()
+
+        def forward(self, x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+            own, other = torch.where(numbers == 0)[0], torch.where(numbers == 1)[0]
+            return torch.cat([self.own(x[own]), self.other(x[other])])
+
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router, self.experts = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), Experts()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.experts(x, self.router(x).argmax(1)).sum()
+
+    torch.manual_seed(0)
+    assert capturable_parts(Routed(), (inputs(),), {}) == ["router", "experts.own", "experts.other"]
+
+
 def test_a_model_that_can_be_captured_nowhere() -> None:
     class Everywhere(nn.Module):
         def __init__(self) -> None:

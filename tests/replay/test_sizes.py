@@ -104,6 +104,12 @@ def checkpointed(m: Body, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
     return m.last(checkpoint(part, m.norm(x), use_reentrant=False))
 
 
+def warned_of(m: Body, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    """Masks of bytes are deprecated, so an operator warns before the call may leave its branch."""
+    h = m.last(m.hidden(x)).view(4, 2, 6)
+    return h[(t[:4, 0] > 0).byte()].sum(0) + h[t[:4, 1] > 0, :, 2].sum()
+
+
 def spoken(m: Body, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
     """CTC loss of labels that a mask selects, as of wav2vec 2.0."""
     steps = m.last(m.hidden(x)).view(4, 2, 6).log_softmax(-1)
@@ -117,7 +123,7 @@ def spoken(m: Body, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
 
 ALL = [
     masked, selected, numbered, counted_alone, backward_alone, grouped, repeated, one_of, written, drawn, in_place, checkpointed,
-    spoken,
+    warned_of, spoken,
 ]  # fmt: skip
 
 
@@ -129,7 +135,7 @@ def trained(called: nn.Module, model: nn.Module, note: Callable[..., None]) -> N
         optimizer.step()
 
 
-@pytest.mark.slow(but=["masked", "counted_alone", "written", "drawn"])
+@pytest.mark.slow(but=["masked", "counted_alone", "written", "drawn", "warned_of"])
 @pytest.mark.parametrize("decide", ALL, ids=lambda function: function.__name__)
 def test_sizes_equal_plain_pytorch(decide: Forward) -> None:
     assert_as_plain(lambda: Body(decide), trained, seed=2)
