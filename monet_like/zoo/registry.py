@@ -21,6 +21,7 @@ from ..errors import MonetError, ScheduleFileError, UsageError
 from ..files import read_bytes, read_text, shipped_folder, write_atomically
 from ..ir.display import short_repr
 from ..ir.frames import frame_of
+from ..ir.json_fields import read_as
 from ..ir.schedule_file import ScheduleRecord
 from . import model_file
 from .catalogue import PROFILES
@@ -181,14 +182,14 @@ class Registry:
                 f"{path} is a registry of version {content.get('version')!r}, this package reads {VERSION}"
             )
         try:
-            files = tuple(_file(row) for row in content["files"])
-            schedules = tuple(_row(Listed, row) for row in content["schedules"])
-            refused = tuple(_row(Refused, row) for row in content["refused"])
-            if lost := {listed.path for listed in schedules} - {file.path for file in files}:
+            rows = read_as(content, _Rows)
+            for file in rows.files:
+                _check_file(file)
+            if lost := {listed.path for listed in rows.schedules} - {file.path for file in rows.files}:
                 raise ValueError(f"it names no file {min(lost)!r}")
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except ValueError as error:
             raise ScheduleFileError(f"{path} is damaged ({error}); build the zoo again") from None
-        return Registry(folder, schedules, refused, files)
+        return Registry(folder, rows.schedules, rows.refused, rows.files)
 
     def save(self) -> None:
         """Write the folder's registry, whole or not at all: a line for every file and schedule."""
@@ -414,36 +415,17 @@ def _order(listed: Listed) -> tuple[Any, ...]:
     return listed.model, listed.batch, -listed.budget_bytes, place(listed)
 
 
-def _row(kind: Any, row: Any) -> Any:
-    """A row of the file with just the fields of ``kind``, of their types."""
-    values = {}
-    for field in dataclasses.fields(kind):
-        value = row[field.name]
-        allowed: dict[str, tuple[type, ...]] = {
-            "str": (str,),
-            "int": (int,),
-            "bool": (bool,),
-            "float": (float, int),
-            "float | None": (float, int, type(None)),
-            "int | None": (int, type(None)),
-            "tuple[str, ...]": (list,),
-        }
-        if type(value) not in allowed[str(field.type)]:
-            raise TypeError(f"{field.name} is a {type(value).__name__}, not {field.type}")
-        values[field.name] = tuple(map(_text, value)) if isinstance(value, list) else value
-    return kind(**values)
+@dataclass(frozen=True)
+class _Rows:
+    """The content of the file."""
+
+    files: tuple[ZooFile, ...]
+    schedules: tuple[Listed, ...]
+    refused: tuple[Refused, ...]
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"a list of texts holds a {type(value).__name__}")
-    return value
-
-
-def _file(row: Any) -> ZooFile:
-    file: ZooFile = _row(ZooFile, row)
+def _check_file(file: ZooFile) -> None:
     if not all(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*", part) for part in file.path.split("/")):
         raise ValueError(f"path {file.path!r} is not within the folder")
     if not re.fullmatch(r"[0-9a-f]{64}", file.sha256):
         raise ValueError(f"sha256 {file.sha256!r} is none")
-    return file

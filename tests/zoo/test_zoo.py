@@ -192,10 +192,10 @@ def test_a_registry_is_the_same_after_a_round_trip(tmp_path: Path) -> None:
         (lambda c: c["files"][0].update(path="../up.pkl"), "path '../up.pkl' is not within the folder"),
         (lambda c: c["files"][0].update(path="/etc/x.pkl"), "path '/etc/x.pkl' is not within the folder"),
         (lambda c: c["files"][0].update(sha256="0" * 63), "is none"),
-        (lambda c: c["files"][0].update(bytes="5"), "bytes is a str, not int"),
+        (lambda c: c["files"][0].update(bytes="5"), "Expected `int`, got `str` - at `$.files[0].bytes`"),
         (lambda c: c["files"].pop(0), "it names no file 'measured.pkl'"),
-        (lambda c: c["schedules"][0].update(inputs=[5]), "a list of texts holds a int"),
-        (lambda c: c["schedules"][0].pop("mode"), "is damaged ('mode'"),
+        (lambda c: c["schedules"][0].update(inputs=[5]), "Expected `str`, got `int` - at `$.schedules[0].inputs[0]`"),
+        (lambda c: c["schedules"][0].pop("mode"), "required field `mode` - at `$.schedules[0]`"),
     ],
 )
 def test_a_damaged_registry(tmp_path: Path, change: Callable[[Any], Any], expected: str) -> None:
