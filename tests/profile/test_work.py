@@ -76,3 +76,27 @@ def test_operators_that_need_not_run_are_counted_as_if_they_did(
     ran.clear()
     assert found == work.works_of(second)
     assert seldom < len(ran)
+
+
+class _Tiles(nn.Module):
+    """A block whose variants in tiles have many equal calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(functional.gelu(self.up(self.norm(x))))
+
+
+def test_operators_of_tiles_are_counted_as_if_each_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, example = _Tiles(), ((torch.randn(4, 64, 16),), {})
+    first, second = (captured_for(Request(model, example, "inplace_conv_multiway_newnode"), example) for _ in range(2))
+    assert any(len(task.calls) > 50 for task in first.every_task())
+    found = work.works_of(first)
+    monkeypatch.setattr(
+        observing._Repeated,
+        "__torch_dispatch__",
+        lambda _, func, __, args=(), kwargs=None: func(*args, **(kwargs or {})),
+    )
+    assert found == work.works_of(second)
