@@ -11,22 +11,23 @@ summed in float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import combinations, product
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from ..capture.captured import make_task
 from ..ir.program import Call, Ref, Task
 from . import linear
-from .editor import Editor, cuts
+from .editor import Editor, cuts, views_of
+from .patterns import CAST, Operators, record
 
 #: Into how many parts the rows are cut; each is a variant of its own.
 PARTS = (4, 16)
-_PRODUCTS = frozenset({"aten.mm.default", "aten.addmm.default"})
-_BETWEEN = (["aten._log_softmax.default"], ["aten._to_copy.default", "aten._log_softmax.default"])
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -36,16 +37,16 @@ class _Head:
 
     Attributes:
         tasks: of the forward, in order.
-        slots: numbers of the first slot and the one after the last.
-        between: values of the backward that only these slots read.
+        slots: numbers of the slots.
+        backward: the last calls of these: of the loss, of log-softmax, of casts, of the layer.
         x, weight, target: the layer's input [N, D] and weight [V, D], and the classes [N], as `views` make them.
         views: calls that make these.
         gradients: of x, weight and bias, as values; None: not wanted.
     """
 
     tasks: tuple[Task, ...]
-    slots: tuple[int, int]
-    between: frozenset[int]
+    slots: tuple[int, ...]
+    backward: tuple[Call, ...]
     x: Ref
     weight: Ref
     target: Ref
@@ -53,128 +54,67 @@ class _Head:
     gradients: tuple[int | None, int | None, int | None]
 
 
+def head(
+    x: Tensor, weight: Tensor, target: Tensor, wide: bool, bias: Any = None, classes: Any = None, **how: Any
+) -> Tensor:
+    """Cross-entropy of a linear layer's results, as they are or in float32."""
+    logits = F.linear(x, weight, bias)
+    return F.cross_entropy(logits.float() if wide else logits, target, classes, **how)
+
+
 def offer(editor: Editor) -> None:
     """Offer, for ``conv``, forward and gradients in parts; gradients become one slot, by PyTorch or in parts."""
     if "conv" not in editor.words:
         return  # apart, PyTorch's operators need less memory: something may be run again between them
-    makers = {value: task for task in editor.tasks if task.variant == "aten" for value in task.writes}
+    operators = Operators(editor)
+    merges: list[tuple[int, int, list[Task]]] = []
     for nll in editor.tasks:
-        if nll.variant != "aten" or not nll.calls or nll.calls[-1].op != "aten.nll_loss_forward.default":
+        found = _find(operators, nll) if nll.variant == "aten" else None
+        if found is None:
             continue
-        head = _find(editor, makers, nll)
-        if head is None:
-            continue
-        first, end = head.slots
-        plain = editor.in_turn([ways[0] for ways in editor.slots[first:end]], head.between)
+        head, plain = found
         ways = [plain]
         for parts, onednn in product(PARTS, (False, True) if _by_onednn(editor, head) else (False,)):
             name = f"linear_cross_entropy.{parts}{'_onednn' if onednn else ''}"
             calls = list(_forward(editor, head, parts, onednn))
             editor.add(nll, calls, nll.writes, name, word="conv", runs=nll.runs)
-            calls = list(_backward(editor, head, first, parts, onednn))
+            calls = list(_backward(editor, head, parts, onednn))
             ways.append(make_task(f"{plain.name}.{name}", calls, plain.writes, editor.metas, variant=name, word="conv"))
-        editor.merge(first, ways, end - first)
+        merges.append((head.slots[0], len(head.slots), ways))
+    for first, count, ways in sorted(merges, reverse=True, key=lambda merge: merge[0]):
+        editor.merge(first, ways, count)
 
 
-def _find(editor: Editor, makers: dict[int, Task], nll: Task) -> _Head | None:
-    """The head whose loss is ``nll``, if nothing outside of it reads the values between its operators."""
-    tasks = [nll]
-    while tasks[0].calls[-1].op not in _PRODUCTS:
-        call = tasks[0].calls[-1]
-        source = _origin(tasks[0].calls, call.args[0]) if call.args else None
-        made_by = None if source is None else makers.get(source)
-        if made_by is None or made_by.writes != (source,):
-            return None
-        tasks.insert(0, made_by)
-    shapes = [editor.metas[tasks[place].writes[0]].shape for place in (0, -2)]
-    if [task.calls[-1].op for task in tasks[1:-1]] not in _BETWEEN or shapes[0] != shapes[1]:
+def _find(operators: Operators, nll: Task) -> tuple[_Head, Task] | None:
+    """The head whose loss is ``nll`` and one way for its gradients, if nothing else reads the values between its operators."""
+    loss = operators.operator(nll)
+    if loss is None or loss.op != "nll_loss_forward" or None in loss.outs or loss.args[3] not in (1, 2):
         return None
-    first = next((i for i, ways in enumerate(editor.slots) if _reads_loss(ways[0], nll)), None)
-    return None if first is None else _with_slots(editor, tasks, first)
-
-
-def _reads_loss(way: Task, nll: Task) -> bool:
-    call = way.calls[-1]
-    return call.op == "aten.nll_loss_backward.default" and call.args[1] == nll.calls[-1].args[0]
-
-
-def _with_slots(editor: Editor, tasks: Sequence[Task], first: int) -> _Head | None:
-    """The head with the slots of its gradients, which must be adjacent."""
-    product, nll = tasks[0], tasks[-1]
-    *_, x, turned = product.calls[-1].args[:3] if "addmm" in product.calls[-1].op else product.calls[-1].args
-    weight = _turned(product.calls, turned)
-    if weight is None or nll.calls[-1].outs[1] is None or nll.calls[-1].args[3] not in (1, 2):
+    wide = bool(operators.before(nll, "_log_softmax", CAST))
+    found = operators.before(nll, "_log_softmax", *[CAST] * wide, "mm|addmm")
+    if not found:
         return None
-    casts = len(tasks) - 3  # between the product and log-softmax
-    chain = ["aten.nll_loss_backward.default", "aten._log_softmax_backward_data.default"]
-    chain += ["aten._to_copy.default"] * casts
-    between: list[int] = []
-    for slot, op in enumerate(chain, first):
-        way = editor.slots[slot][0] if slot < len(editor.slots) else None
-        if way is None or way.calls[-1].op != op or len(way.writes) != 1:
-            return None
-        if between and _origin(way.calls, way.calls[-1].args[0]) != between[-1]:
-            return None
-        between.append(way.writes[0])
-    end = first + len(chain)
-    gradients: dict[str, int] = {}
-    while end < len(editor.slots) and between[-1] in editor.slots[end][0].reads:
-        way = editor.slots[end][0]
-        kind = _kind(way, between[-1], x, weight, product.calls)
-        if kind is None or kind in gradients or len(way.writes) != 1:
-            return None
-        gradients[kind] = way.writes[0]
-        end += 1
-    inner = {value for task in tasks[:-1] for value in task.writes}
-    outside = [way for slot, ways in enumerate(editor.slots) if not first <= slot < end for way in ways]
-    others = [task for task in editor.tasks if task not in tasks]
-    escapes = any(not {*inner, *between}.isdisjoint(task.reads) for task in (*outside, *others))
-    if escapes or not inner.isdisjoint(editor.captured.program.outputs) or not gradients:
-        return None
-    views = [call for task in (product, nll) for call in task.calls[:-1] if call.op != "aten.t.default"]
-    return _Head(
-        tuple(tasks),
-        (first, end),
-        frozenset(between),
-        x,
-        Ref(weight),
-        nll.calls[-1].args[1],
-        tuple(call for place, call in enumerate(views) if call not in views[:place]),
-        (gradients.get("x"), gradients.get("weight"), gradients.get("bias")),
-    )
-
-
-def _kind(way: Task, grad: int, x: Ref, weight: int, views: Sequence[Call]) -> str | None:
-    """Which gradient of the linear layer a slot computes from the gradient of the logits."""
-    call = way.calls[-1]
-    if call.op == "aten.sum.dim_IntList" and _origin(way.calls, call.args[0]) == grad and call.args[1:] == ([0], True):
-        return "bias"
-    if call.op != "aten.mm.default":
-        return None
-    one, other = call.args
-    if _origin(way.calls, one) == grad and other == Ref(weight):
-        return "x"
-    turned = _turned(way.calls, one)
-    same = other == x and all(call in views for call in way.calls if call.outs == (x,))
-    return "weight" if turned == grad and same else None
-
-
-def _origin(calls: Sequence[Call], ref: Any) -> int | None:
-    """The value that ``ref`` is before calls that change only the shape."""
-    made = {call.outs[0]: call for call in calls[:-1] if len(call.outs) == 1}
-    while isinstance(ref, Ref) and isinstance(ref.name, str):
-        call = made.get(ref)
-        if call is None or call.op != "aten.view.default":
-            return None
-        ref = call.args[0]
-    return ref.name if isinstance(ref, Ref) and isinstance(ref.name, int) else None
-
-
-def _turned(calls: Sequence[Call], ref: Any) -> int | None:
-    """The value of which ``ref`` is the transpose."""
-    for call in calls[:-1]:
-        if call.outs == (ref,) and call.op == "aten.t.default":
-            return _origin(calls, call.args[0])
+    *bias, x, turned = found[-1].args[:3]
+    named = [("x", x), ("target", loss.args[1]), *(("bias", b) for b in bias), ("classes", loss.args[2])]
+    inputs = tuple((name, seen.shape, seen.dtype) for name, seen in named if seen is not None)
+    inputs += (("weight", (*reversed(turned.shape),), turned.dtype),)
+    how = {"wide": wide, "reduction": "mean" if loss.args[3] == 1 else "sum", "ignore_index": loss.args[4]}
+    wanted = ("x", "weight", "bias")[: 2 + len(bias)]
+    for of in (some for count in range(len(wanted), 0, -1) for some in combinations(wanted, count)):
+        match = operators.match(record(head, inputs, "nll_loss_forward", of=of, **how), nll)
+        if match is None or not operators.alone(match) or not isinstance(match.values["weight"], int):
+            continue
+        plain = operators.in_turn(
+            match.slots, tuple(sorted(match.gradients, key=lambda v: operators.writers[v][1] or 0))
+        )
+        if plain is not None:
+            tasks = [task for task in operators.editor.tasks if task in match.tasks]
+            backward = tuple(operators.ways[slot].calls[-1] for slot in match.slots)
+            refs, values = match.refs, dict(zip(of, match.gradients, strict=True))
+            views = tuple(views_of(tasks, refs["x"], refs["target"]))
+            operands = (refs["x"], Ref(match.values["weight"]), refs["target"])
+            gradients = (values.get("x"), values.get("weight"), values.get("bias"))
+            return _Head(tuple(tasks), match.slots, backward, *operands, views, gradients), plain
     return None
 
 
@@ -242,11 +182,9 @@ def _forward(editor: Editor, head: _Head, parts: int, onednn: bool) -> Iterator[
         yield Call("aten._to_copy.default", (Ref("mean"),), (("dtype", dtype),), (loss,))
 
 
-def _backward(editor: Editor, head: _Head, slot: int, parts: int, onednn: bool) -> Iterator[Call]:
+def _backward(editor: Editor, head: _Head, parts: int, onednn: bool) -> Iterator[Call]:
     """The calls that compute the logits of each part again, their gradient, and the gradients of x, weight and bias."""
-    of_loss = editor.slots[slot][0].calls[-1]
-    of_softmax = editor.slots[slot + 1][0].calls[-1]
-    casts = [ways[0].calls[-1] for ways in editor.slots[slot + 2 : slot + len(head.tasks) - 1]]
+    of_loss, of_softmax, *casts = head.backward[: len(head.tasks) - 1]
     grad, _, _, classes, reduction, ignored, total = of_loss.args
     of_x, of_weight, of_bias = head.gradients
     dtype = editor.metas[next(value for value in head.gradients if value is not None)].dtype

@@ -14,14 +14,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional as F
 
 from ..capture.captured import make_task
 from ..ir.program import Call, Ref, Task
-from .editor import Editor, root_of, views_of
-from .gradient_slots import MUL, GradientSlots
+from .editor import Editor, views_of
+from .patterns import Input, Operators, Seen, record
 
 VARIANT = "swiglu"
-_SILU, _SILU_BACKWARD = "aten.silu.default", "aten.silu_backward.default"
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """SwiGLU."""
+    return F.silu(gate) * up
 
 
 @dataclass(frozen=True)
@@ -31,13 +39,13 @@ class Gate:
     Attributes:
         silu, product: PyTorch's tasks.
         fused: one task for both, which does not write silu(gate).
-        up: the value that is gated.
+        source: what silu reads.
     """
 
     silu: Task
     product: Task
     fused: Task
-    up: int
+    source: Seen
 
     @property
     def inner(self) -> int:
@@ -62,62 +70,54 @@ class Gradients:
 
 def offer(editor: Editor) -> None:
     """Offer the fused forward and, for ``multiway``, the gradient of up from the gate instead of from silu(gate)."""
-    slots = GradientSlots(editor)
-    for gate in list(gates(editor)):
+    operators = Operators(editor)
+    for gate in list(gates(operators)):
         editor.add(gate.product, gate.fused.calls, gate.fused.writes, VARIANT, runs=gate.product.runs)
-        found = gradients(editor, slots, gate)
+        found = gradients(operators, gate)
         if found is not None:
             editor.add_way(found.slots[0], found.of_up, f"{VARIANT}.up", word="multiway")
 
 
-def gates(editor: Editor) -> Iterator[Gate]:
+def gates(operators: Operators) -> Iterator[Gate]:
     """The gates whose silu(gate) nothing else reads in the forward."""
-    for silu in editor.tasks:
-        if silu.variant != "aten" or silu.calls[-1].op != _SILU or len(silu.writes) != 1:
+    for silu in operators.editor.tasks:
+        operator = operators.operator(silu) if silu.variant == "aten" else None
+        if operator is None or operator.op != "silu":
             continue
-        (inner,) = silu.writes
-        readers = editor.forward_readers(inner)
-        if len(readers) != 1 or inner in editor.captured.program.outputs:
+        (source,) = operator.args
+        found = operators.match(record(gated, _inputs(source), "silu"), silu)
+        if found is None or not operators.alone(found) or not _is_plain(operators.editor, [*found.values.values()]):
             continue
-        product, call = readers[0], readers[0].calls[-1]
-        others = [arg for arg in call.args if arg != Ref(inner)]
-        if call.op != MUL or len(others) != 1 or len(product.writes) != 1 or len(call.args) != 2:
-            continue
-        up = root_of(product.calls, others[0])
-        if up is None or not _is_plain(editor, (*silu.reads, inner, up, *product.writes)):
-            continue
-        call = Call("monet_like.swiglu.default", (silu.calls[-1].args[0], others[0]), (), (Ref(product.writes[0]),))
-        calls = [*views_of((silu, product), *call.args), call]
-        if _have_one_shape(editor, calls):
-            task = make_task(f"{product.name}.{VARIANT}", calls, product.writes, editor.metas, variant=VARIANT)
-            yield Gate(silu, product, task, up)
+        gate, up = found.refs["gate"], found.refs["up"]
+        calls = (
+            *views_of(found.tasks, gate, up),
+            Call("monet_like.swiglu.default", (gate, up), (), (Ref(found.results[0]),)),
+        )
+        name, product = VARIANT, found.tasks[1]
+        task = make_task(f"{product.name}.{name}", calls, product.writes, operators.editor.metas, variant=name)
+        yield Gate(silu, product, task, source)
 
 
-def gradients(editor: Editor, slots: GradientSlots, gate: Gate) -> Gradients | None:
+def gradients(operators: Operators, gate: Gate) -> Gradients | None:
     """The slots of a gate's gradients, if they are PyTorch's three and nothing else reads what passes between them."""
-    readers = slots.readers.get(gate.inner, [])
-    of_up = readers[0] if len(readers) == 1 else None
-    if of_up is None or slots.ways[of_up].calls[-1].op != MUL or len(slots.ways[of_up].writes) != 1:
+    pattern = record(gated, _inputs(gate.source), "silu", of=("gate", "up"))
+    found = operators.match(pattern, gate.silu)
+    if found is None or operators.escapes(found.slots, found.gradients):
         return None
-    above = [v for v in slots.operands(of_up) if v is not None and v != gate.inner]
-    through = slots.product(above[0], (gate.up,)) if len(above) == 1 else None
-    of_gate = slots.after(through, _SILU_BACKWARD)
-    if through is None or of_gate is None or slots.operands(of_gate)[1] != gate.silu.reads[0]:
+    (_, of_up), slots = operators.writers[found.gradients[1]], found.slots
+    assert of_up is not None
+    order = (of_up, *(slot for slot in slots if slot != of_up))
+    ways = [operators.ways[slot] for slot in order]
+    if any(way.overwrites is not None for way in ways) or not _is_plain(operators.editor, [*found.values.values()]):
         return None
-    found = (of_up, through, of_gate)
-    by_up, by_product, by_silu = ways = [slots.ways[slot] for slot in found]
-    results = (by_silu.writes[0], by_up.writes[0])
-    if any(way.overwrites is not None for way in ways) or not _is_plain(editor, (*above, *results, gate.up)):
-        return None
-    operands = (_operand(by_up, above[0]), by_silu.calls[-1].args[1], _operand(by_product, gate.up))
-    call = Call("monet_like.swiglu_backward.default", operands, (), tuple(map(Ref, results)), True)
-    calls = [*views_of(ways, *operands), call]
-    if not _have_one_shape(editor, calls):
-        return None
-    name = f"{by_up.name}.{VARIANT}.backward"
-    fused = make_task(name, calls, results, editor.metas, variant=f"{VARIANT}.backward", word="conv")
-    of_up_alone = Call("monet_like.swiglu.default", (operands[1], operands[0]), (), (Ref(by_up.writes[0]),))
-    return Gradients(found, (*views_of(ways, *operands[:2]), of_up_alone), fused)
+    operands = tuple(found.refs[name] for name in ("grad0", "gate", "up"))
+    call = Call("monet_like.swiglu_backward.default", operands, (), tuple(map(Ref, found.gradients)), True)
+    calls = [*views_of((*ways, *found.tasks), *operands), call]
+    variant, name = f"{VARIANT}.backward", f"{ways[0].name}.{VARIANT}.backward"
+    fused = make_task(name, calls, found.gradients, operators.editor.metas, variant=variant, word="conv")
+    of_up_alone = Call("monet_like.swiglu.default", (operands[1], operands[0]), (), (Ref(found.gradients[1]),))
+    views = views_of((*ways, *found.tasks), *operands[:2])
+    return Gradients((order[0], order[1], order[2]), (*views, of_up_alone), fused)
 
 
 def fused_tasks(tasks: Sequence[Task], found: Sequence[Gate]) -> list[Task]:
@@ -134,23 +134,12 @@ def fused_ways(ways: Sequence[Task], first: int, found: Sequence[Gradients]) -> 
     return [fused.get(slot, way) for slot, way in enumerate(ways, first) if slot not in left_out]
 
 
-def _is_plain(editor: Editor, values: Sequence[int]) -> bool:
-    """Whether values have one dtype and one number of elements, and are contiguous."""
-    metas = [editor.metas[value] for value in values]
-    return (
-        len({(meta.dtype, meta.storage_bytes) for meta in metas}) == 1
-        and metas[0].dtype.is_floating_point
-        and all(meta.contiguous for meta in metas)
-    )
+def _inputs(source: Seen) -> tuple[Input, Input]:
+    return ("gate", source.shape, source.dtype), ("up", source.shape, source.dtype)
 
 
-def _operand(way: Task, value: int) -> Ref:
-    """The argument of a way's last call that is a value or a view of it."""
-    return next(arg for arg in way.calls[-1].args if root_of(way.calls, arg) == value)
-
-
-def _have_one_shape(editor: Editor, calls: Sequence[Call]) -> bool:
-    """Whether the last call's operands and results have the same shape."""
-    made = editor.results(calls[:-1])
-    refs = (*calls[-1].args, *calls[-1].outs)
-    return len({(made[ref] if ref in made else editor.metas[ref.name]).shape for ref in refs}) == 1
+def _is_plain(editor: Editor, values: Sequence[Any]) -> bool:
+    """Whether values are floats in rows, whole."""
+    found = [value for value in values if isinstance(value, int)]
+    metas = [editor.metas[value] for value in found]
+    return len(found) == len(values) and all(m.contiguous and m.dtype.is_floating_point for m in metas)

@@ -24,7 +24,7 @@ from ..capture.captured import make_task
 from ..ir.program import Call, Ref, Task
 from . import linear, swiglu
 from .editor import Editor, cuts, root_of
-from .gradient_slots import GradientSlots
+from .patterns import Operators
 
 #: Into how many tiles the rows are cut; each is a variant of its own.
 TILES = (1, 4, 16)
@@ -77,7 +77,7 @@ def offer(editor: Editor) -> None:
     if "conv" not in editor.words:
         return  # apart, PyTorch's operators need less memory: something may be run again between them
     makers = {value: task for task in editor.tasks if task.variant == "aten" for value in task.writes}
-    gates = list(swiglu.gates(editor))
+    gates = list(swiglu.gates(Operators(editor)))
     for last in editor.tasks:
         mlp = _find(editor, makers, last) if last.variant == "aten" else None
         if mlp is None:
@@ -117,8 +117,8 @@ def _with_gates(editor: Editor, mlp: _Mlp, gates: Sequence[swiglu.Gate]) -> _Mlp
     """The MLP with its gates fused."""
     inside = [gate for gate in gates if gate.inner in mlp.inner]
     first, end = mlp.slots
-    slots = GradientSlots(editor)
-    found = [made for gate in inside if (made := swiglu.gradients(editor, slots, gate)) is not None]
+    operators = Operators(editor)
+    found = [made for gate in inside if (made := swiglu.gradients(operators, gate)) is not None]
     within = [made for made in found if {*made.slots} <= {*range(first, end)}]
     ways = swiglu.fused_ways([ways[0] for ways in editor.slots[first:end]], first, within)
     return replace(mlp, fused=tuple(swiglu.fused_tasks(mlp.tasks, inside)), ways=tuple(ways))

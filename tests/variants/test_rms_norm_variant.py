@@ -57,12 +57,26 @@ def _frozen() -> nn.Module:
     return nn.RMSNorm(8).requires_grad_(False)
 
 
+class _OnePlus(nn.Module):
+    """Gemma's: the factor, one more than the weight, is made after the rows are normalised."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-0.5, 0.5, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return (y * (1.0 + self.weight.to(y.dtype))).type_as(x)
+
+
 NORMS: dict[str, Callable[[], nn.Module]] = {
     "torch": lambda: nn.RMSNorm(8),
     "two dimensions": lambda: nn.RMSNorm((4, 8)),
     "no weight": lambda: nn.RMSNorm(8, elementwise_affine=False),
     "frozen": _frozen,
     "spelled out": lambda: SpelledRMSNorm(8),
+    "one more": lambda: _OnePlus(8),
 }
 
 
