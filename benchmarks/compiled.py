@@ -120,7 +120,7 @@ def table(name: str, share: float, settings: list[float], mode: str, steps: int,
     label = f"torch.compile, activation_memory_budget {setting}"
     peaks[label], runs[label] = tried[setting]
     medians = dict(zip(runs, step_seconds([(run, example) for run in runs.values()], CPU, steps), strict=True))
-    fused = next(step.fused for (step,) in scheduled._steps.values())
+    fused = next(kept.step.fused for kept in scheduled._kept)
     assert fused is not None
     print("| | peak | against plain | step, median | against plain | compiled in |\n|---|---|---|---|---|---|")
     for label, median in medians.items():

@@ -22,6 +22,7 @@ from ..compiler.request import Request, captured_for, in_autograd_order
 from ..errors import ScheduleFileError, UsageError, warn_caller
 from ..ir.schedule_file import InputSpec, ScheduleRecord
 from ..replay.checks.compatibility import OTHER_STEP, call_difference
+from ..replay.kept_steps import KeptStep, KeptSteps
 from ..replay.stand_in import SignedAsModel
 from ..replay.training_step import CompiledStep
 from ..replay.wrapper import NewInput, ScheduleWrapper
@@ -157,7 +158,7 @@ class BlockSchedule(ScheduleWrapper):
                 return None
             self._block_call = call
         elif self._block_call.key != key:
-            if key not in self._plain_calls:
+            if key not in self._kept.plain:
                 ways = specs_in_words(self._block_call.inputs), specs_in_words(input_specs(*example))
                 self._run_plain(key, UsageError(_TWO_WAYS.format(self._block_name, *ways)), input_specs(*example))
             return None
@@ -206,28 +207,28 @@ class BlockSchedule(ScheduleWrapper):
     def _step(
         self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None = None,
         known: tuple[Answer, ...] = (),
-    ) -> CompiledStep | None:  # fmt: skip
+    ) -> KeptStep | None:  # fmt: skip
         call, record = self._block_call, self.record
-        if captured is None and call and record and call.key == key and key not in self._steps:
+        if captured is None and call and record and call.key == key and not self._kept.of(key):
             captured = call.as_in(record)
         described = (*key[1:], self._block_mode, record and (record.attention, record.made_last))
         if captured is None:
             captured = self._block_shared.find(self._model, described, known)
-        earlier = self._steps.get(key)
+        earlier = self._kept.of(key)
         change = earlier[-1].change() if earlier else None
         try:
-            step = super()._step(key, args, kwargs, captured, known)
+            kept = super()._step(key, args, kwargs, captured, known)
         except ScheduleFileError:
             if self._on_new_input != "plan" or self._block_share is None or known:
                 differs = record and call_difference(record, self._model, args, kwargs)
                 reason = f"it was planned {differs[0]}, and is called {differs[1]}" if differs else change or OTHER_STEP
                 raise NewInput(f"no plan of the block {self._block_name} serves this call: {reason}") from None
-            step = self._own_step(key, args, kwargs)
-        if step is not None:
-            self._block_shared.keep(self._model, described, step.captured)
-        return step
+            kept = self._own_step(key, args, kwargs)
+        if kept is not None:
+            self._block_shared.keep(self._model, described, kept.captured)
+        return kept
 
-    def _own_step(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledStep | None:
+    def _own_step(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> KeptStep | None:
         """The step of a call that the plan has not foreseen, by a schedule of its own within the block's share of memory.
 
         Raises:
@@ -241,7 +242,7 @@ class BlockSchedule(ScheduleWrapper):
                     return super()._step(key, args, kwargs, call.as_in(record))
             self.record = self._block_own.record(call, self._block_share)
             if self.record is None:
-                self._plain_calls[key] = "plain PyTorch needs no more memory than the plan gives to the block"
+                self._kept.plain[key] = "plain PyTorch needs no more memory than the plan gives to the block"
                 return None
             self._block_records.append(self.record)
             return super()._step(key, args, kwargs, call.as_in(self.record))
@@ -260,7 +261,7 @@ class BlockSchedule(ScheduleWrapper):
 
     def take_plan(self, state: dict[str, Any] | None) -> None:
         """Follow a plan; None: none yet."""
-        fresh: dict[str, Any] = dict(zip(_OF_PLAN, (None, None, None, False, [], {}, {}, {}), strict=True))
+        fresh: dict[str, Any] = dict(zip(_OF_PLAN, (None, None, None, False, [], KeptSteps()), strict=True))
         for name, value in (state or fresh).items():
             setattr(self, name, value)
 
@@ -293,9 +294,7 @@ _OF_PLAN = (
     "_block_share",
     "_block_planned",
     "_block_records",
-    "_steps",
-    "_plain_calls",
-    "_branches",
+    "_kept",
 )
 
 _TWO_WAYS = (

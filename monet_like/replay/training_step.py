@@ -6,16 +6,19 @@ ready, so they reach ``.grad`` (and a distributed wrapper's buckets) while the r
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 
 from ..capture.captured import Captured, Tensor, TensorMeta
-from ..capture.guards.reads import Change, Reads
+from ..capture.constants import Constants
+from ..capture.guards.holders import Holder
+from ..capture.guards.reads import Reads
 from ..errors import UsageError
 from ..ir.program import RESIDENT_KINDS, Call, Ref, Task
 from ..ir.schedule import Schedule
@@ -45,7 +48,7 @@ class CompiledStep:
         segments: of a step with the same gradients: its backward is cut so that they are returned in these segments.
 
     Attributes:
-        parameter_slots, buffer_slots: (dict, key) where the module keeps the captured tensors.
+        captured: without constants and the values that the model read, see `KeptStep`.
         forward: from the residents to (outputs, what ``saved`` lists).
         may_end: whether a call of the forward may end without a result: it asks for values, or has side effects.
         written: positions of the residents that such a forward changes.
@@ -55,16 +58,12 @@ class CompiledStep:
         inner_results: positions of outputs from which others are made.
         tangents: (position among the outputs, value) of the incoming gradients that it reads.
         fused: code that Inductor compiled.
-        reads: Python values that the model read when it was captured; None: not recorded.
         for_row_major: the same step, whose backward takes incoming gradients in row-major order, where the model's results lie
             in another: plain PyTorch's kernels round differently for another layout. None: it takes copies.
         memory: where its tensors are placed; None: where PyTorch's allocator puts them.
     """
 
-    parameter_slots: Sequence[tuple[dict[str, Any], str]] = ()
-    buffer_slots: Sequence[tuple[dict[str, Any], str]] = ()
     fused: Fused | None = None
-    reads: Reads | None = None
     for_row_major: CompiledStep | None = None
     memory: StepMemory | None = None
 
@@ -76,7 +75,8 @@ class CompiledStep:
         watch: Callable[[], None] | None = None,
         segments: Sequence[Segment] = (),
     ) -> None:
-        self.captured, self.inner_results = captured, inner_results(captured)
+        self.captured = replace(captured, reads=None, constants=Constants())
+        self.inner_results = inner_results(captured)
         program = captured.program
         self.residents = (
             *(v for _, v in captured.parameters),
@@ -141,12 +141,6 @@ class CompiledStep:
             self._partial[missing] = compile_chain(blocks, "backward of some results")
         return self._partial[missing]
 
-    def change(self) -> Change | None:
-        """The first Python value or tensor read by the model that has changed since the capture; None if none has."""
-        if not self.captured.constants.hold():
-            return Change("a tensor that the model holds", "the one that was captured", "another")
-        return self.reads.change() if self.reads is not None else None
-
 
 def _live(runs: Sequence[tuple[Task, ...]], stretches: Sequence[Stretch]) -> list[tuple[int, ...]]:
     """Values alive before every segment, and after the last: read or returned later, before they are written again."""
@@ -186,9 +180,11 @@ class _Call:
         segments: the backward that is under way.
         versions: of the saved parameters, buffers and inputs, by position: each and its version when the backward began.
         other: by which the call has left its branch.
+        reads: values that the model read when the step was captured; None: not recorded, or the model is gone.
     """
 
     step: CompiledStep
+    reads: Callable[[], Reads | None]
     segments: Iterator[list[Any]] | None = None
     versions: Mapping[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
     other: OtherAnswer | None = None
@@ -236,7 +232,7 @@ class _Head(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         call: _Call = ctx.call
         check_backward(call.step.captured, grads)
-        reads = call.step.reads
+        reads = call.reads()
         if reads is not None and (change := reads.late_change()):
             raise UsageError(
                 f"{change}: this was set between a forward and its backward, which reads it, and the schedule is of the value "
@@ -300,12 +296,14 @@ def run_step(
     parameters: list[torch.Tensor],
     buffers: list[torch.Tensor],
     inputs: list[torch.Tensor],
-    arguments: tuple[tuple[Any, ...], Mapping[str, Any]] = ((), {}),
+    reads: Reads | None = None,
+    places: Mapping[str, Holder] | None = None,
 ) -> Any:
     """Run the forward of a step; its autograd graph is the backward of the schedule.
 
     Args:
-        arguments: of the call, positional and by keyword, for containers that the forward fills.
+        reads: Python values that the model read when it was captured; None: not recorded.
+        places: of what the forward sets, see `Effects.places`.
 
     Returns:
         The model's result, nested as the model nests it.
@@ -317,7 +315,7 @@ def run_step(
     captured = step.captured
     for position in captured.made_to_require:
         inputs[position].requires_grad_()
-    call = _Call(step)
+    call = _Call(step, (lambda: None) if reads is None else weakref.ref(reads))
     token = None
     for segment in reversed(step.segments):
         leaves = [*(parameters[i] for i in segment.parameters), *(inputs[i] for i in segment.inputs)]
@@ -328,8 +326,8 @@ def run_step(
         outputs = _Head.apply(call, token, residents)
         if call.other is not None:
             raise call.other
-        if captured.effects is not None and step.reads is not None:
-            captured.effects.repeat(step.reads, outputs, inputs, arguments)
+        if captured.effects is not None and reads is not None and places is not None:
+            captured.effects.repeat(reads, places, outputs, inputs)
     watch_results(step.inner_results, outputs)
     leaves_out = list(captured.output_leaves)
     for positions, output in zip(captured.output_positions, outputs, strict=False):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from ..capture.captured import Captured
 from ..capture.checks import check_initialized
 from ..capture.example_inputs import device_of, example_of, input_specs, specs_in_words
 from ..capture.guards.effects import NotRepeated
+from ..capture.guards.holders import Holder
 from ..capture.guards.reads import Change
 from ..capture.guards.side_effects import generators_restored
 from ..capture.lower.step import capture
@@ -34,7 +35,7 @@ from ..nn.sync_batch_norm import is_synchronised, world
 from ..profile.devices import known_limits, machine_at
 from ..runtime.questions import OtherAnswer
 from ..variants import admitted
-from .branches import Branches, known_answers
+from .branches import known_answers
 from .checks.call_keys import arguments, structure
 from .checks.changed_inputs import check_changeable
 from .checks.compatibility import (
@@ -50,6 +51,7 @@ from .checks.compatibility import (
 from .checks.transforms import check_transforms
 from .checks.twins import warn_of_liger, warn_of_twins
 from .inductor import check_inductor
+from .kept_steps import KeptStep, KeptSteps
 from .memory.arena import Arena
 from .stand_in import SignedAsModel, StandIn, warn_of_checkpointing
 from .training_step import CompiledStep, run_step
@@ -62,12 +64,6 @@ BACKENDS = ("eager", "inductor")
 
 #: Number of captures of one model after which a warning is given.
 MANY_STEPS = 16
-
-#: Number of captures of one kind of call after which it runs as the plain model if its forward itself changes a value that it reads.
-OWN_STEPS = 4
-
-#: Number of captured steps that are kept. Without a limit, a number that changes in every step would fill the memory.
-KEPT_STEPS = 32
 
 
 class NewInput(UsageError):
@@ -154,9 +150,7 @@ class ScheduleWrapper(StandIn):
         self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
         self.training, self.backend = model.training, backend
-        self._steps: dict[Any, list[CompiledStep]] = {}
-        self._plain_calls: dict[Any, str] = {}  # calls that run as the plain model, and why
-        self._branches: dict[Any, Branches] = {}
+        self._kept = KeptSteps()
         self._lock = CallLock()  # of captures in several threads, each of which changes the model while it lasts
         self._begun = False  # whether a step was run, or planned ahead
         self._arena: Arena | None = None  # see `monet_like.place_memory`
@@ -175,16 +169,16 @@ class ScheduleWrapper(StandIn):
         known: tuple[Answer, ...] = ()
         while True:
             with self._lock:
-                step = self._step_or_plain(args, kwargs, leaves, spec, inputs, known)
-                parameters, buffers = ([], []) if step is None else _residents(step)
-            if step is None:
+                kept, places = self._step_or_plain(args, kwargs, leaves, spec, inputs, known)
+                parameters, buffers = ([], []) if kept is None else kept.residents()
+            if kept is None:
                 return self._model(*args, **kwargs)
-            if self._arena is not None and step.memory is None:
-                self._place(step, self._arena)
+            if self._arena is not None and kept.step.memory is None:
+                self._place(kept.step, self._arena)
             try:
-                result = run_step(step, parameters, buffers, inputs, (args, kwargs))
+                result = run_step(kept.step, parameters, buffers, inputs, kept.reads, places)
             except OtherAnswer as other:
-                before, known = known, known_answers(step.captured, other)
+                before, known = known, known_answers(kept.captured, other)
                 if len(known) <= len(before):  # from equal states it does not answer alike
                     return self._model(*args, **kwargs)
                 continue
@@ -192,8 +186,8 @@ class ScheduleWrapper(StandIn):
                 if self._on_new_input == "error":
                     raise
                 with self._lock:
-                    key = next((key for key, steps in self._steps.items() if step in steps), str(error))
-                    self._steps.pop(key, None)  # or each call would begin by it
+                    key = self._kept.key_of(kept) or str(error)
+                    self._kept.drop(key)  # or each call would begin by it
                     self._run_plain(key, error, input_specs(args, kwargs))
                 return self._model(*args, **kwargs)
             self._begun = True
@@ -210,8 +204,8 @@ class ScheduleWrapper(StandIn):
     def _step_or_plain(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], spec: pytree.TreeSpec,
         inputs: list[torch.Tensor], known: tuple[Answer, ...] = (),
-    ) -> CompiledStep | None:  # fmt: skip
-        """The step for a call; None: the call runs as the plain model.
+    ) -> tuple[KeptStep | None, Mapping[str, Holder] | None]:  # fmt: skip
+        """The step for a call, and the places of what it sets; None: the call runs as the plain model.
 
         A call without a step ends no training that has begun: it is plain PyTorch's, for which nothing was changed yet.
 
@@ -226,55 +220,56 @@ class ScheduleWrapper(StandIn):
             check_transforms(self._model, inputs)
             key = self._key(leaves, spec)
             with self._attention():
-                step = self._steps_with(key, known)
-            if step is None and key not in self._plain_calls:
-                step = self._new_branch(key, args, kwargs, known) if known else self._new_step(key, args, kwargs)
-            if step is not None and step.captured.answers and not known:
-                self._branches.setdefault(key, Branches()).calls += 1
-            if step is not None and step.captured.effects is not None and step.reads is not None:
-                step.captured.effects.check(step.reads, (args, kwargs))
-            if step is not None and step.captured.changed:
-                parameters, buffers = _residents(step)
-                check_changeable(step.captured, [*parameters, *buffers, *inputs], inputs)
-            return step
+                kept = self._kept.find(key, known)
+            if kept is None and key not in self._kept.plain:
+                kept = self._new_branch(key, args, kwargs, known) if known else self._new_step(key, args, kwargs)
+            if kept is None:
+                return None, None
+            if kept.captured.answers and not known:
+                self._kept.branches_of(key).calls += 1
+            if kept.captured.changed:
+                parameters, buffers = kept.residents()
+                check_changeable(kept.captured, [*parameters, *buffers, *inputs], inputs)
+            effects = kept.captured.effects
+            return kept, effects.places(kept.reads, (args, kwargs)) if effects and kept.reads else None
         except Exception as error:
             if raised_by_model(error):
-                return None
+                return None, None
             if self._on_new_input == "error" or not (self._begun or isinstance(error, NewInput)):
                 raise
             self._run_plain(str(error) if key is None else key, error, input_specs(args, kwargs))
             if known:  # or each call would begin by one of them
-                self._steps.pop(key, None)
-            return None
+                self._kept.drop(key)
+            return None, None
 
     def _new_step(
         self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None = None,
         known: tuple[Answer, ...] = (),
-    ) -> CompiledStep | None:  # fmt: skip
+    ) -> KeptStep | None:  # fmt: skip
         """`_step`, after which nothing is changed but what this wrapper keeps; or a step that has become right meanwhile."""
         with CAPTURING:  # a capture in another thread changes settings that steps read
-            if captured is None and not known and (step := self._steps_with(key)) is not None:
-                return step
+            if captured is None and not known and (kept := self._kept.find(key)) is not None:
+                return kept
         with CAPTURING, generators_restored(device_of(self, (args, kwargs))), self._attention():
             return self._step(key, args, kwargs, captured, known)
 
     def _new_branch(
         self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: tuple[Answer, ...]
-    ) -> CompiledStep | None:
+    ) -> KeptStep | None:
         """The step for a branch that was not captured yet.
 
         Raises:
             UsageError: too many branches were captured.
         """
-        branches = self._branches.setdefault(key, Branches())
+        branches = self._kept.branches_of(key)
         branches.check(known)
-        step = self._new_step(key, args, kwargs, None, known)
+        kept = self._new_step(key, args, kwargs, None, known)
         branches.captures += 1
-        if step is not None and step.captured.answers[: len(known)] != known:
+        if kept is not None and kept.captured.answers[: len(known)] != known:
             raise UsageError(
                 "its Python code asks for values of tensors that are not the same in two runs from equal states"
             )
-        return step
+        return kept
 
     def _run_plain(self, key: Any, reason: Exception, inputs: tuple[InputSpec, ...]) -> None:
         """Have calls of a key run as the plain model from now on, with one warning.
@@ -282,10 +277,10 @@ class ScheduleWrapper(StandIn):
         Args:
             reason: why there is no step for them.
         """
-        if key in self._plain_calls:
+        if key in self._kept.plain:
             return
         said = str(reason) if isinstance(reason, MonetError) else f"{type(reason).__name__}: {reason}"
-        self._plain_calls[key] = said
+        self._kept.plain[key] = said
         peak = reason.plain_peak_bytes if isinstance(reason, MonetError) else None
         needs = "in plain PyTorch's memory" if peak is None else f"whose predicted peak is {format_bytes(peak)}"
         if self._tells_of(inputs):
@@ -311,46 +306,28 @@ class ScheduleWrapper(StandIn):
         autocast = autocast_name(device), torch.is_autocast_cache_enabled()
         return structure(self._model), arguments(leaves), str(spec), device, autocast, group
 
-    def _forget_replaced(self) -> None:
-        """Drop what is kept for modules that no longer exist."""
-        for kept in (self._steps, self._plain_calls, self._branches):
-            for key in [key for key in kept if not isinstance(key, str)]:
-                (modules, *_), *_ = key
-                if any(reference() is None for reference in modules):
-                    del kept[key]
-
-    def _steps_with(self, key: Any, known: tuple[Answer, ...] = ()) -> CompiledStep | None:
-        """A step captured for this key and these answers while all Python values that the model reads were as they are now."""
-        steps = self._steps.get(key, [])
-        alike = (step for step in reversed(steps) if step.captured.answers[: len(known)] == known)
-        step = next((step for step in alike if step.change() is None), None)
-        if step is not None and step is not steps[-1]:  # the latest one is tried first
-            steps.append(steps.pop(steps.index(step)))
-        return step
-
     def _step(
         self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None = None,
         known: tuple[Answer, ...] = (),
-    ) -> CompiledStep | None:  # fmt: skip
+    ) -> KeptStep | None:  # fmt: skip
         """Capture the model for these arguments and compile the schedule's decisions for it.
 
         ``known``: the first answers to its questions about values, where earlier captures have others.
 
         Returns:
-            The step, which is kept; None: such calls run as the plain model, for the reason in ``_plain_calls``.
+            The step, which is kept; None: such calls run as the plain model, for the reason in ``KeptSteps.plain``.
         """
         if captured is not None and captured.reads is not None and captured.reads.of(self._model).change():
             captured = None  # the model has been changed since
-        earlier = self._steps.get(key)
+        earlier = self._kept.of(key)
         change = earlier[-1].change() if earlier else None
-        if change is not None and earlier is not None:
-            _check_own(earlier)
+        self._kept.check_own(key)
         if change is None and known:
             change = Change(f"{known[-1]} in the forward", "another", known[-1].shown)
         started, inputs = time.monotonic(), input_specs(args, kwargs)
         record, captured = self._planned(args, kwargs, captured, change)
         if record.is_plain:
-            self._plain_calls[key] = (
+            self._kept.plain[key] = (
                 f"plain PyTorch's step fits into {format_bytes(record.budget_bytes)}, and no schedule"
             )
             return None
@@ -362,21 +339,15 @@ class ScheduleWrapper(StandIn):
         within = None
         if self.backend == "inductor" and inputs == record.inputs:
             within = record.peak_bytes - record.extra_bytes
-        step = self._made(record, captured, within, args, kwargs)
-        modules = dict(self._model.named_modules())
-        constants = captured.constants.tensors
-        step.parameter_slots = [_slot(modules, constants, name, "_parameters") for name, _ in captured.parameters]
-        step.buffer_slots = [_slot(modules, constants, name, "_buffers") for name, _ in captured.buffers]
-        step.reads = captured.reads.of(self._model) if captured.reads is not None else None
-        self._forget_replaced()
-        self._keep(key, step)
-        if sum(map(len, self._steps.values())) == MANY_STEPS:
+        kept = KeptStep.of(self._made(record, captured, within, args, kwargs), captured, self._model)
+        self._kept.add(key, kept)
+        if len(self._kept) == MANY_STEPS:
             last = f" (the last time, {change})" if change else ""
             warn_caller(
                 f"{type(self._model).__name__} was captured for {MANY_STEPS} different calls{last}, which takes time and "
                 "memory; pad inputs to few shapes, and pass numbers that change, attributes of modules among them, as tensors",
             )
-        return step
+        return kept
 
     def _made(
         self, record: ScheduleRecord, captured: Captured, within: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -386,15 +357,6 @@ class ScheduleWrapper(StandIn):
         if within is None and not captured.gradients_in_rows:
             step.for_row_major = self._for_row_major(record, step, args, kwargs)
         return step
-
-    def _keep(self, key: Any, step: CompiledStep) -> None:
-        """Keep a step for later calls. If there are too many, the oldest step of the key with the most steps is dropped."""
-        self._steps.setdefault(key, []).append(step)
-        if sum(map(len, self._steps.values())) > KEPT_STEPS:
-            key = max(self._steps, key=lambda key: len(self._steps[key]))  # the first of those with the most steps
-            del self._steps[key][0]
-            if not self._steps[key]:
-                del self._steps[key]
 
     def _for_row_major(
         self, record: ScheduleRecord, step: CompiledStep, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -473,7 +435,7 @@ class ScheduleWrapper(StandIn):
 
     def __getstate__(self) -> dict[str, Any]:
         # Steps are compiled anew where it is unpickled or copied, and no memory is shared.
-        return {**super().__getstate__(), "_steps": {}, "_plain_calls": {}, "_branches": {}, "_arena": None}
+        return {**super().__getstate__(), "_arena": None}
 
     def extra_repr(self) -> str:
         """Shown by ``print``."""
@@ -492,27 +454,6 @@ def _loaded(solution: str | Path | ScheduleRecord, device: torch.device) -> Sche
     return ScheduleRecord.load(Path(solution))
 
 
-def _check_own(steps: Sequence[CompiledStep]) -> None:
-    """Check that another capture of one kind of call is not due to a value that each forward changes.
-
-    Raises:
-        UsageError: `OWN_STEPS` captures were.
-    """
-    own = [(change, path) for step in steps if (change := step.change()) and (path := _set_by_itself(step, change))]
-    if len(own) >= OWN_STEPS:
-        change, path = own[-1]
-        raise UsageError(
-            f"its forward reads {path} and sets it to another value in each call ({change}), and each value needs a capture, which "
-            "takes seconds; keep a number as a buffer (self.step.add_(1)), and empty a list after each step"
-        )
-
-
-def _set_by_itself(step: CompiledStep, change: Change) -> str | None:
-    """What of a change the forward has set; None if it is somebody else's."""
-    effects = step.captured.effects
-    return next((path for path in effects.paths if path in change.path), None) if effects is not None else None
-
-
 def check_backend(backend: str, device: torch.device) -> None:
     """Check that ``backend`` can replay schedules on ``device``.
 
@@ -529,18 +470,3 @@ def is_empty(leaves: Sequence[Any]) -> bool:
     """Whether a call's tensors have no elements: such a batch has nothing to save, and runs as the plain model."""
     inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     return bool(inputs) and not any(tensor.numel() for tensor in inputs)
-
-
-def _residents(step: CompiledStep) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The parameters and the buffers of a step's model, as they are now."""
-    return [owner[name] for owner, name in step.parameter_slots], [owner[name] for owner, name in step.buffer_slots]
-
-
-def _slot(
-    modules: dict[str, nn.Module], constants: dict[str, torch.Tensor], name: str, kind: str
-) -> tuple[dict[str, Any], str]:
-    """The dict and key that hold a tensor, so that ``.to()`` and assignments are followed."""
-    if name in constants:
-        return constants, name
-    owner, _, leaf = name.rpartition(".")
-    return getattr(modules[owner], kind), leaf

@@ -145,7 +145,7 @@ def test_a_batch_that_fits_no_plan_runs_plainly_with_one_warning() -> None:
         sum("Short runs as plain PyTorch when it is called with float32[64, 64, 32]" in str(w.message) for w in told)
         == 1
     )  # blocks
-    assert "larger memory_budget" in next(iter(blocks_of(mine)[0]._plain_calls.values()))
+    assert "larger memory_budget" in next(iter(blocks_of(mine)[0]._kept.plain.values()))
 
 
 @pytest.mark.slow
@@ -174,7 +174,7 @@ def test_the_rule_for_new_inputs(rule: str, planned: int) -> None:
     else:
         loss_of(mine(tokens(8, 17))).backward()
     assert len(plans.plans) == planned
-    assert bool(blocks_of(mine)[0]._plain_calls) == (rule == "plain")
+    assert bool(blocks_of(mine)[0]._kept.plain) == (rule == "plain")
 
 
 def test_the_rule_for_changes_of_the_blocks() -> None:
@@ -219,7 +219,7 @@ def test_padding_that_appears_or_vanishes(first: str) -> None:
     mine = scheduled(Padded(Masked, 2), [(nothing, batches[name]) for name in (first, other, first, other)])
     plans = plans_of(mine)
     assert plans is not None and len(plans.plans) == 1
-    runs_plainly = any(block._plain_calls for block in blocks_of(mine))
+    runs_plainly = any(block._kept.plain for block in blocks_of(mine))
     assert measured_peak(mine, batches[other]) <= plans.plans[0].plan.budget_bytes or runs_plainly
 
 
@@ -410,7 +410,7 @@ def test_blocks_with_quantised_weights(kind: str) -> None:
     plain = nn.Sequential(nn.Linear(64, 64), nn.Sequential(adapted(make), nn.Linear(8, 64)), nn.Linear(64, 8))
     x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
     mine = scheduled(plain, [(nothing, x), (nothing, x[:5])], blocks="1", budget="1 GB")
-    assert not blocks_of(mine)[0]._plain_calls
+    assert not blocks_of(mine)[0]._kept.plain
 
 
 class Checkpointed(Short):
@@ -425,7 +425,7 @@ def test_blocks_that_checkpoint_themselves_by_reentrance() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
         mine = scheduled(Decoder(Checkpointed, 2), [(nothing, tokens())] * 2, "10 MB")
-    assert not any(block._plain_calls for block in blocks_of(mine))
+    assert not any(block._kept.plain for block in blocks_of(mine))
 
 
 def test_a_block_whose_result_has_no_gradient_runs_plainly() -> None:

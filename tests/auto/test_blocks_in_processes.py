@@ -130,7 +130,7 @@ def _accumulated_and_alone(rank: int) -> None:
         both([batch_of(2)[: 32 * (1 + rank)]])
         both([x[: 1 + 5 * rank]])
         both([x[:8, : 32 - 31 * rank]])
-    assert bool(blocks_of(mine)[0]._plain_calls) == (rank == 1)
+    assert bool(blocks_of(mine)[0]._kept.plain) == (rank == 1)
 
 
 @pytest.mark.slow

@@ -221,7 +221,7 @@ def test_plain_pytorchs_own_step_is_a_plan_where_only_that_fits(
     record = wrapped.record
     assert record is not None and record.solver == PLAIN
     assert record.peak_bytes == record.plain_peak_bytes == record.budget_bytes
-    assert not any(wrapped._steps.values())
+    assert not any(wrapped._kept)
     assert "no schedule fits, so the step is plain PyTorch's own" in caplog.text
     same = monet_like.auto_schedule(twin(model), x, memory_budget="100%", mode=EXACT, effort="quick")
     assert same.record == record  # from the cache

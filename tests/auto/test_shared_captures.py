@@ -66,7 +66,7 @@ def test_equal_blocks_are_captured_once(captures: list[int]) -> None:
     for seed in range(2):
         assert_same_step(plain, mine, x, seed)
     assert len(captures) == 1
-    steps = [next(iter(block._steps.values()))[0] for block in blocks_of(mine)]
+    steps = [next(iter(block._kept)).step for block in blocks_of(mine)]
     assert len({id(step) for step in steps}) == 4 and len({id(step.captured) for step in steps}) == 1
     assert len({id(step.forward) for step in steps}) == len({block.record.schedule for block in blocks_of(mine)})
     for batch in (x[:, :9], x[:5]):  # as few for other shapes
@@ -152,7 +152,7 @@ def test_blocks_that_differ(first: int, captures: list[int]) -> None:
     mine = planned(plain, x, changes)
     for seed in range(2):
         assert_same_step(plain, mine, x, seed)
-    of_first, *others, of_last = (next(iter(block._steps.values()))[0].captured for block in blocks_of(mine))
+    of_first, *others, of_last = (next(iter(block._kept)).captured for block in blocks_of(mine))
     assert of_last is of_first
     assert {name: captured is of_first for name, captured in zip(names, others, strict=True)} == dict(
         zip(names, shared, strict=True)

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from monet_like import auto_schedule
 from monet_like.capture.lower.step import capture
 from monet_like.errors import CaptureError, UsageError
-from monet_like.replay.wrapper import OWN_STEPS
+from monet_like.replay.kept_steps import OWN_STEPS
 
 SEEN: list[Any] = []
 LATEST: Any = None

@@ -22,7 +22,8 @@ from torch import nn
 from monet_like import auto_schedule
 from monet_like.capture.lower.step import capture
 from monet_like.errors import CaptureError, ScheduleFileError, UsageError
-from monet_like.replay.wrapper import KEPT_STEPS, ScheduleWrapper
+from monet_like.replay.kept_steps import KEPT_STEPS
+from monet_like.replay.wrapper import ScheduleWrapper
 
 SCALE = 0.5
 TABLE = {"scale": 0.5, "other": [0.5]}
@@ -252,7 +253,7 @@ def step(model: nn.Module, *args: Any) -> list[torch.Tensor]:
 
 
 def captures(wrapper: ScheduleWrapper) -> int:
-    return sum(map(len, wrapper._steps.values()))
+    return len(wrapper._kept)
 
 
 def follows(model: nn.Module, change: Callable[[], None]) -> None:

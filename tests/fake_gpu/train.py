@@ -187,7 +187,7 @@ class Free(dict[str, Cost]):
 
 def large_values(wrapped: Any) -> int:
     """Values above the allocator's least size for them that are alive at once, at most, residents included."""
-    (kept,) = (kept for steps in wrapped._steps.values() for kept in steps)
+    (kept,) = (each.step for each in wrapped._kept)
     program, large = kept.captured.program, UNSPLIT_BYTES
     always = sum(value.bytes > large for value in program.values if value.kind in ("parameter", "buffer", "input"))
     alive = (
@@ -306,7 +306,7 @@ def placed(name: str) -> dict[str, Any]:
     monet_like.place_memory(wrapped)
     for _ in range(4):
         step(running, args)
-    (memory,) = (kept.memory for steps in wrapped._steps.values() for kept in steps)
+    (memory,) = (each.step.memory for each in wrapped._kept)
     assert memory is not None
     counts = memory.counts
     running.zero_grad(set_to_none=True)
@@ -368,7 +368,7 @@ def copies(name: str) -> dict[str, Any]:
 def live(name: str) -> dict[str, Any]:
     """The most memory of a step of the report's, the first in its process, and what is predicted."""
     wrapped, args, _ = planned(name)
-    ((kept,),) = wrapped._steps.values()
+    (kept,) = (each.step for each in wrapped._kept)
     schedule = wrapped.record.schedule
     found = live_step(wrapped._model, kept.captured, schedule, (args, {}), wrapped.record.extra_bytes, "a fake GPU")
     return {"bytes": max(found.bytes), "predicted": wrapped.record.peak_bytes}
@@ -380,7 +380,7 @@ def placed_loss(name: str) -> dict[str, Any]:
     monet_like.place_memory(wrapped)
     for _ in range(5):
         step(running, args, wide_loss)
-    (memory,) = (kept.memory for steps in wrapped._steps.values() for kept in steps)
+    (memory,) = (each.step.memory for each in wrapped._kept)
     assert memory is not None
     return {
         "block": memory.placed_bytes,

@@ -52,6 +52,6 @@ def test_the_bits_are_the_same_on_every_stream() -> None:
             del result, gradients
         torch.cuda.synchronize()
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), number
-    (memory,) = (step.memory for steps in placed._steps.values() for step in steps)
+    (memory,) = (each.step.memory for each in placed._kept)
     assert memory is not None
     assert memory.counts[0] > 10

@@ -117,7 +117,7 @@ def test_whole_epochs_of_batches_of_many_lengths(rows: int, options: dict[str, A
     assert same(results[0][0], results[1][0])
     assert results[0][1] == results[1][1]
     wrapper = callbacks[0].wrapper if callbacks else None
-    assert wrapper is not None and any(wrapper._steps.values())  # not all of it was plain PyTorch
+    assert wrapper is not None and any(wrapper._kept)  # not all of it was plain PyTorch
 
 
 @pytest.mark.slow

@@ -253,7 +253,7 @@ def more_memory(wrapped: nn.Module) -> nn.Module:
 
 
 def _steps(wrapped: nn.Module) -> list[training_step.CompiledStep]:
-    return [step for steps in wrapped._steps.values() for step in steps]
+    return [each.step for each in wrapped._kept]
 
 
 def _with_forward(wrapped: nn.Module, other: Callable[..., Any]) -> nn.Module:

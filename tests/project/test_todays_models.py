@@ -211,7 +211,7 @@ def test_a_model_is_trained_exactly(name: str) -> None:
         copied, record_for(captured, schedule, MODE, (copied, (), batch)), example=((), batch), captured=captured
     )
     expected, found = _trained(model, row), _trained(wrapped, row)
-    assert len(wrapped._steps) == 1  # what differs between batches is no reason for another capture
+    assert len(wrapped._kept) == 1  # what differs between batches is no reason for another capture
     for one, other in zip(expected, found, strict=True):
         assert (one is None) == (other is None)
         assert one is None or torch.equal(one, other)

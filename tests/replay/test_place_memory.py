@@ -69,7 +69,7 @@ def pair(p: float = 0.2) -> tuple[ScheduleWrapper, ScheduleWrapper]:
 
 
 def memories(model: ScheduleWrapper) -> list[StepMemory]:
-    return [step.memory for steps in model._steps.values() for step in steps if step.memory]
+    return [each.step.memory for each in model._kept if each.step.memory]
 
 
 def memory(model: ScheduleWrapper) -> StepMemory:

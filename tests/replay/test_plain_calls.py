@@ -127,7 +127,7 @@ def test_an_interrupt_is_one(model: nn.Module, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Planned, "_planned", broken(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         called(rows(5))
-    assert not called._plain_calls
+    assert not called._kept.plain
 
 
 def test_an_error_of_the_models_own_is_the_models(model: nn.Module) -> None:

@@ -346,7 +346,7 @@ def test_gradients_arrive_while_the_backward_runs() -> None:
     """Hooks fire in spread-out order, and accumulating into existing gradients needs no second full set."""
     model, record, (_, (x,), _) = made(drop=0.0)
     wrapped = scheduled(model, record)
-    last = next(iter(wrapped._steps.values()))[0].segments
+    last = next(iter(wrapped._kept)).step.segments
     assert len(last) > 10
     order: list[str] = []
     seen: list[int] = []

@@ -111,13 +111,16 @@ class Effects:
         refs = tuple(ref._replace(key=now.get(ref.key, ref.key)) if ref.at_place else ref for ref in self.refs)
         return replace(self, held={}, at=tuple((now.get(key, key), names) for key, names in self.at), refs=refs)
 
-    def check(self, reads: Reads, arguments: tuple[tuple[Any, ...], Mapping[str, Any]]) -> None:
-        """Check that everything can be set, as `repeat` does after the forward, with the same arguments.
+    def places(self, reads: Reads, arguments: tuple[tuple[Any, ...], Mapping[str, Any]]) -> Mapping[str, Holder]:
+        """Where everything can be set in a call with these arguments, by the key of the place.
 
         Raises:
             UsageError: an argument lacks the object in which something is to be set, or what is to be set elsewhere.
         """
-        holders, names = self._holders(reads, arguments), reads.roots.names
+        holders, names = reads.holders, reads.roots.names
+        if self.fills:
+            walk = walk_through(given_containers(*arguments), names)
+            holders = {**holders, **{place.key: place.holder for place in walk.places}}
         needed = {*(key for key, _ in self.at), *(ref.key for ref in self.refs if ref.at_place)}
         contents = {key: holders[key].contents(names) for key in needed & holders.keys()}
         lacking = {ref.key for ref in self.refs if ref.kind == "content" and ref.label not in contents.get(ref.key, ())}
@@ -125,33 +128,28 @@ class Effects:
             raise UsageError(
                 f"the forward fills {key.partition(' ')[2]}, which is not as it was in the capture; give lists and dicts of tensors"
             )
-
-    def _holders(self, reads: Reads, arguments: tuple[tuple[Any, ...], Mapping[str, Any]]) -> Mapping[str, Holder]:
-        if not self.fills:
-            return reads.holders
-        walk = walk_through(given_containers(*arguments), reads.roots.names)
-        return {**reads.holders, **{place.key: place.holder for place in walk.places}}
+        return holders
 
     def repeat(
         self,
         reads: Reads,
+        holders: Mapping[str, Holder],
         outputs: Sequence[torch.Tensor],
         inputs: Sequence[torch.Tensor],
-        arguments: tuple[tuple[Any, ...], Mapping[str, Any]],
     ) -> None:
         """Set everything, after a replayed forward.
 
         Args:
             reads: of the model, which has found no change before the forward.
+            holders: of `places`, for the same arguments.
             outputs, inputs: tensors of the call.
-            arguments: positional and by keyword.
 
         Raises:
             NotRepeated: it cannot be set, such as in an array that has become read-only.
         """
         before: list[tuple[Holder, Any]] = []
         try:
-            for holder, content in self._loaded(reads, outputs, inputs, arguments):
+            for holder, content in self._loaded(reads, holders, outputs, inputs):
                 before.append((holder, holder.copy()))
                 holder.repeat(content)
         except Exception as error:  # of the user's own objects
@@ -166,12 +164,12 @@ class Effects:
     def _loaded(
         self,
         reads: Reads,
+        holders: Mapping[str, Holder],
         outputs: Sequence[torch.Tensor],
         inputs: Sequence[torch.Tensor],
-        arguments: tuple[tuple[Any, ...], Mapping[str, Any]],
     ) -> list[tuple[Holder, Any]]:
         """Where something is set, and what."""
-        holders, names, model = self._holders(reads, arguments), reads.roots.names, reads.model()
+        names, model = reads.roots.names, reads.model()
         assert model is not None
         before: dict[str, Any] = {}
 

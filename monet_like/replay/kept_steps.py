@@ -1,0 +1,162 @@
+"""What a wrapper keeps from its calls, by their form: captured steps, forms that run as the plain model, and branches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..capture.captured import Captured
+from ..capture.guards.reads import Change, Reads
+from ..capture.trace.answers import Answer
+from ..errors import UsageError
+from .branches import Branches
+from .training_step import CompiledStep
+
+#: Number of captures of one form of call after which it runs as the plain model if its forward itself changes a value that it reads.
+OWN_STEPS = 4
+
+#: Number of captured steps that are kept. Without a limit, a number that changes in every step would fill the memory.
+KEPT_STEPS = 32
+
+
+@dataclass(eq=False)
+class KeptStep:
+    """A captured step of a model.
+
+    The graphs of a step's results hold the step, and the model may hold these results. So all that holds the model's own objects
+    is here and not in the step: a model that is replaced is then freed.
+
+    Attributes:
+        captured: with the constants and the values that the model read.
+        reads: Python values that the model read when it was captured; None: not recorded.
+        parameter_slots, buffer_slots: (dict, key) where the model keeps the captured tensors.
+    """
+
+    step: CompiledStep
+    captured: Captured
+    reads: Reads | None
+    parameter_slots: Sequence[tuple[dict[str, Any], str]]
+    buffer_slots: Sequence[tuple[dict[str, Any], str]]
+
+    @classmethod
+    def of(cls, step: CompiledStep, captured: Captured, model: nn.Module) -> KeptStep:
+        """The step of a model which is, or is equal to, the one that was captured."""
+        modules, constants = dict(model.named_modules()), captured.constants.tensors
+        return cls(
+            step,
+            captured,
+            captured.reads.of(model) if captured.reads is not None else None,
+            [_slot(modules, constants, name, "_parameters") for name, _ in captured.parameters],
+            [_slot(modules, constants, name, "_buffers") for name, _ in captured.buffers],
+        )
+
+    def residents(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The parameters and the buffers, as they are now."""
+        return [owner[name] for owner, name in self.parameter_slots], [owner[name] for owner, name in self.buffer_slots]
+
+    def change(self) -> Change | None:
+        """The first Python value or tensor read by the model that has changed since the capture; None if none has."""
+        if not self.captured.constants.hold():
+            return Change("a tensor that the model holds", "the one that was captured", "another")
+        return self.reads.change() if self.reads is not None else None
+
+    def own_change(self) -> tuple[Change, str] | None:
+        """A change of what the forward itself sets, and its path; None if there is none, or somebody else has changed it."""
+        effects, change = self.captured.effects, self.change()
+        if effects is None or change is None:
+            return None
+        return next(((change, path) for path in effects.paths if path in change.path), None)
+
+
+class KeptSteps:
+    """Captured steps by the key of their form; the newest, and of most forms at least one. A copy begins with none.
+
+    Attributes:
+        plain: by key, why a form runs as the plain model.
+        branches: of forms whose Python code asks for values of tensors.
+    """
+
+    def __init__(self) -> None:
+        self._steps: dict[Any, list[KeptStep]] = {}
+        self.plain: dict[Any, str] = {}
+        self.branches: dict[Any, Branches] = {}
+
+    def __reduce__(self) -> Any:
+        return KeptSteps, ()
+
+    def __iter__(self) -> Iterator[KeptStep]:
+        return (kept for steps in self._steps.values() for kept in steps)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._steps.values()))
+
+    def of(self, key: Any) -> Sequence[KeptStep]:
+        """All of a form, the one that served last at the end."""
+        return self._steps.get(key, ())
+
+    def find(self, key: Any, known: tuple[Answer, ...] = ()) -> KeptStep | None:
+        """A step captured for this key and these answers while all Python values that the model reads were as they are now."""
+        steps = self._steps.get(key, [])
+        alike = (kept for kept in reversed(steps) if kept.captured.answers[: len(known)] == known)
+        found = next((kept for kept in alike if kept.change() is None), None)
+        if found is not None and found is not steps[-1]:  # the latest one is tried first
+            steps.append(steps.pop(steps.index(found)))
+        return found
+
+    def add(self, key: Any, kept: KeptStep) -> None:
+        """Keep a step for later calls. If there are too many, the oldest step of the key with the most steps is dropped."""
+        self._forget_replaced()
+        self._steps.setdefault(key, []).append(kept)
+        if len(self) > KEPT_STEPS:
+            key = max(self._steps, key=lambda key: len(self._steps[key]))  # the first of those with the most steps
+            del self._steps[key][0]
+            if not self._steps[key]:
+                del self._steps[key]
+
+    def drop(self, key: Any) -> None:
+        """Keep no steps of a form."""
+        self._steps.pop(key, None)
+
+    def key_of(self, kept: KeptStep) -> Any:
+        """The key under which a step is kept; None if it no longer is."""
+        return next((key for key, steps in self._steps.items() if kept in steps), None)
+
+    def branches_of(self, key: Any) -> Branches:
+        """Of a form."""
+        return self.branches.setdefault(key, Branches())
+
+    def check_own(self, key: Any) -> None:
+        """Check that another capture of a form is not due to a value that each forward changes.
+
+        Raises:
+            UsageError: `OWN_STEPS` captures were.
+        """
+        own = [found for kept in self.of(key) if (found := kept.own_change()) is not None]
+        if len(own) >= OWN_STEPS:
+            change, path = own[-1]
+            raise UsageError(
+                f"its forward reads {path} and sets it to another value in each call ({change}), and each value needs a capture, which "
+                "takes seconds; keep a number as a buffer (self.step.add_(1)), and empty a list after each step"
+            )
+
+    def _forget_replaced(self) -> None:
+        """Drop what is kept for modules that no longer exist."""
+        for kept in (self._steps, self.plain, self.branches):
+            for key in [key for key in kept if not isinstance(key, str)]:
+                (modules, *_), *_ = key
+                if any(reference() is None for reference in modules):
+                    del kept[key]
+
+
+def _slot(
+    modules: Mapping[str, nn.Module], constants: dict[str, torch.Tensor], name: str, kind: str
+) -> tuple[dict[str, Any], str]:
+    """The dict and key that hold a tensor, so that ``.to()`` and assignments are followed."""
+    if name in constants:
+        return constants, name
+    owner, _, leaf = name.rpartition(".")
+    return getattr(modules[owner], kind), leaf
