@@ -104,6 +104,7 @@ _WRAPPER = [
 ]  # fmt: skip
 
 _INNER = "replay/test_gradients_of_results.py::test_the_whole_gradient_of_an_inner_result_is_refused"
+_TAKEN = "replay/test_values_not_taken.py::{}"
 _ENGINE = "replay/test_gradients_of_results.py::test_an_engine_that_scales_gradients_of_inner_results_is_refused[{}]"
 _IN_PLACE = "replay/test_inputs_in_place.py::{}"
 _SIZES = "replay/test_sizes.py::test_sizes_{}"
@@ -133,6 +134,12 @@ _CHECKS = [
     ("replay/kept_steps.py", "if kept.change() is None", "", _READS.format("test_a_variable_of_the_function_around_is_followed")),
     ("replay/kept_steps.py", "return KeptSteps, ()", "return object.__reduce__(self)", _KEY.format("test_a_wrapper_that_has_trained_can_be_pickled")),
     ("replay/kept_steps.py", "len(own) >= OWN_STEPS:", "False:", "capture/test_effects.py::test_a_form_whose_forward_changes_what_it_reads_soon_runs_plainly"),
+    ("replay/kept_steps.py", "fills or self.reads.roots.late_names", "self.reads.roots.late_names", _TAKEN.format("test_an_argument_that_is_filled_keeps_its_values")),
+    ("replay/kept_steps.py", "fills or self.reads.roots.late_names", "fills", _TAKEN.format("test_a_value_that_a_hook_takes_in_the_backward_is_followed")),
+    ("replay/kept_steps.py", "without_values(other, not_taken) != shorter", "False", _TAKEN.format("test_what_decides_about_a_value_decides_about_the_step")),
+    ("capture/trace/taken.py", "None if answers else frozenset", "frozenset", _TAKEN.format("test_a_value_that_is_taken_where_a_tensor_says_so_is_followed")),
+    ("capture/trace/taken.py", "_THERE if of_all else name", "name", _TAKEN.format("test_values_that_are_taken_in_any_way_are_followed[a copy]")),
+    ("capture/trace/taken.py", "        watch.returned(result)", "", _TAKEN.format("test_values_that_are_taken_in_any_way_are_followed[the object as a result]")),
     ("replay/kept_steps.py", "> KEPT_STEPS:", "> 10**9:", _READS.format("test_values_that_come_again_are_captured_once_and_the_oldest_are_dropped")),
     ("replay/kept_steps.py", "if not self.captured.constants.hold()", "if False", "capture/test_constants.py::test_unregistered_parameters_that_change_are_followed"),
     ("replay/kept_steps.py", "self.reads.change() if self.reads is not None else None", "None", _VALUE.format("attribute")),

@@ -22,6 +22,7 @@ from torch import nn
 _SEARCHED = 2000
 _ABSENT = object()
 _WRITTEN_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+_IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
 _ATOMS = (
     torch.Tensor,
     nn.Module,
@@ -75,6 +76,11 @@ def _together(values: Any, context: tuple[type, tuple[Any, ...]]) -> Any:
 
 
 pytree.register_pytree_node(_Fields, _apart, _together, serialized_type_name="monet_like.capture.trees.fields")
+
+
+def is_written_in_python(kind: type) -> bool:
+    """Whether a class and its bases were made by ``class`` statements, so that only Python code reads their objects."""
+    return all(base.__flags__ & _WRITTEN_IN_PYTHON and not base.__flags__ & _IMMUTABLE for base in kind.__mro__[:-1])
 
 
 def _attributes(owner: Any) -> dict[str, Any]:
@@ -251,23 +257,30 @@ def _rebuilt(node: Any, change: Callable[[Any], Any]) -> Any:
 
 
 @contextlib.contextmanager
-def placed(tree: Any, leaves: list[Any]) -> Iterator[Any]:
-    """Arguments with other leaves, in the order of `flattened`. Objects are the caller's own, and hold them until this ends."""
-    supply = iter(leaves)
+def placed(tree: Any, leaves: list[Any] | None, watch: Any = None) -> Iterator[Any]:
+    """Arguments with other leaves, in the order of `flattened`. Objects are the caller's own, and hold them until this ends.
+
+    Args:
+        leaves: None: their own.
+        watch: a `trace.taken.Watch`, whose dicts take the place of dicts.
+    """
+    supply = None if leaves is None else iter(leaves)
     before: dict[int, tuple[Any, dict[Any, Any]]] = {}
 
     def put(value: Any) -> Any:
         if _is_node(value):
-            return _rebuilt(value, put)
+            return watch.dict_of(value, put) if watch is not None and type(value) is dict else _rebuilt(value, put)
         if id(value) in before or not _is_object(value) or not _holds_tensors(value):
-            leaf = next(supply)
+            if watch is not None:
+                watch.leaf()
+            leaf = value if supply is None else next(supply)
             return value if id(value) in before else leaf
         parts = _parts(value)
         if isinstance(value, tuple):  # it cannot be changed
             return _together([put(part) for part in parts.values()], (type(value), tuple(parts)))
         before[id(value)] = value, parts
         for label, part in parts.items():
-            if (new := put(part)) is not part:
+            if (new := put(part) if watch is None else watch.part(value, label, put, part)) is not part:
                 _put(value, label, new)
         return value
 

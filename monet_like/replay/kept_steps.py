@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from ..capture.guards.reads import Change, Reads
 from ..capture.trace.answers import Answer
 from ..errors import UsageError
 from .branches import Branches
+from .checks.call_keys import without_values
 from .training_step import CompiledStep
 
 #: Number of captures of one form of call after which it runs as the plain model if its forward itself changes a value that it reads.
@@ -64,6 +65,11 @@ class KeptStep:
             return Change("a tensor that the model holds", "the one that was captured", "another")
         return self.reads.change() if self.reads is not None else None
 
+    def forward_decides(self) -> bool:
+        """Whether what its forward takes decides about the step: it fills no argument, and no Python code runs in its backward."""
+        fills = self.captured.effects is not None and self.captured.effects.fills
+        return self.reads is not None and not (fills or self.reads.roots.late_names)
+
     def own_change(self) -> tuple[Change, str] | None:
         """A change of what the forward itself sets, and its path; None if there is none, or somebody else has changed it."""
         effects, change = self.captured.effects, self.change()
@@ -75,12 +81,16 @@ class KeptStep:
 class KeptSteps:
     """Captured steps by the key of their form; the newest, and of most forms at least one. A copy begins with none.
 
+    A key has the values beside tensors among a call's arguments. Those that a forward does not take are left out of it when they
+    have changed once, see `share`.
+
     Attributes:
         plain: by key, why a form runs as the plain model.
         branches: of forms whose Python code asks for values of tensors.
     """
 
     def __init__(self) -> None:
+        self._not_taken: dict[frozenset[int], None] = {}  # places of values that some keys are without
         self._steps: dict[Any, list[KeptStep]] = {}
         self.plain: dict[Any, str] = {}
         self.branches: dict[Any, Branches] = {}
@@ -93,6 +103,47 @@ class KeptSteps:
 
     def __len__(self) -> int:
         return sum(map(len, self._steps.values()))
+
+    def known(self, key: Any) -> Any:
+        """The key as it is without values that its forward is known not to take."""
+        shorter = (without_values(key, places) for places in self._not_taken)
+        return next((each for each in shorter if each in self._steps or each in self.plain), key)
+
+    def alike(self, key: Any, values: Container[int]) -> list[Any]:
+        """The keys of forms that differ in nothing but values.
+
+        Args:
+            values: places of all values among the arguments.
+        """
+        form = without_values(key, values)
+        kept = dict.fromkeys(each for each in (*self._steps, *self.plain) if not isinstance(each, str))
+        return [each for each in kept if each != key and without_values(each, values) == form]
+
+    def share(self, key: Any, alike: Sequence[Any], not_taken: frozenset[int]) -> Any:
+        """Have what is kept of forms serve a call of which a forward takes none of some values, if it agrees with them in the others.
+
+        Whatever decides about a forward's path is taken by it, so with equal values in the others both take the same path. That is not
+        known of what the backward takes, nor of other branches.
+
+        Args:
+            alike: see `alike`.
+            not_taken: places of values that a forward with the arguments of this call does not take.
+
+        Returns:
+            The key of these forms; ``key`` if there is none.
+        """
+        shorter = without_values(key, not_taken)
+        for other in alike:
+            if without_values(other, not_taken) != shorter or not all(
+                kept.forward_decides() for kept in self.of(other)
+            ):
+                continue
+            self._not_taken[not_taken] = None
+            if other in self._steps:
+                self._steps.setdefault(shorter, []).extend(self._steps.pop(other))
+            if other in self.plain:
+                self.plain.setdefault(shorter, self.plain.pop(other))
+        return self.known(key)
 
     def of(self, key: Any) -> Sequence[KeptStep]:
         """All of a form, the one that served last at the end."""

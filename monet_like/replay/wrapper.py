@@ -12,12 +12,13 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..capture.absent_gpu.attention import KINDS, attention_as
 from ..capture.captured import Captured
 from ..capture.checks import check_initialized
 from ..capture.example_inputs import device_of, example_of, input_specs, specs_in_words
-from ..capture.guards.effects import NotRepeated
+from ..capture.guards.effects import NotRepeated, given_containers
 from ..capture.guards.holders import Holder
 from ..capture.guards.reads import Change
 from ..capture.guards.side_effects import generators_restored
@@ -27,6 +28,7 @@ from ..capture.quantised import settle
 from ..capture.trace.alone import CAPTURING, CallLock
 from ..capture.trace.answers import Answer, raised_by_model
 from ..capture.trace.joint import asks_for_values
+from ..capture.trace.taken import taken_leaves
 from ..capture.trees import flattened
 from ..errors import CaptureError, MonetError, ScheduleFileError, UsageError, warn_caller
 from ..ir.schedule_file import InputSpec, ScheduleRecord
@@ -218,9 +220,12 @@ class ScheduleWrapper(StandIn):
         key: Any = None
         try:
             check_transforms(self._model, inputs)
-            key = self._key(leaves, spec)
+            key = self._kept.known(self._key(leaves, spec))
             with self._attention():
                 kept = self._kept.find(key, known)
+            if kept is None and key not in self._kept.plain and not known:
+                key = self._shared_key(key, args, kwargs, leaves)
+                kept = self._kept.find(key)
             if kept is None and key not in self._kept.plain:
                 kept = self._new_branch(key, args, kwargs, known) if known else self._new_step(key, args, kwargs)
             if kept is None:
@@ -241,6 +246,17 @@ class ScheduleWrapper(StandIn):
             if known:  # or each call would begin by one of them
                 self._kept.drop(key)
             return None, None
+
+    def _shared_key(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> Any:
+        """The key of a form that differs from a call in nothing but values which the forward does not take; the call's own if there is none."""
+        values = [place for place, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)]
+        if not given_containers(args, kwargs) or not (alike := self._kept.alike(key, values)):
+            return key
+        if (self._synchronised and world()[1] > 1) or any(isinstance(leaf, FakeTensor) for leaf in leaves):
+            return key
+        with CAPTURING, generators_restored(device_of(self, (args, kwargs))), self._attention():
+            taken = taken_leaves(self._model, args, kwargs)
+        return key if taken is None else self._kept.share(key, alike, frozenset(values) - taken)
 
     def _new_step(
         self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None = None,

@@ -66,8 +66,9 @@ def test_equal_blocks_are_captured_once(captures: list[int]) -> None:
     for seed in range(2):
         assert_same_step(plain, mine, x, seed)
     assert len(captures) == 1
-    steps = [next(iter(block._kept)).step for block in blocks_of(mine)]
-    assert len({id(step) for step in steps}) == 4 and len({id(step.captured) for step in steps}) == 1
+    kept = [next(iter(block._kept)) for block in blocks_of(mine)]
+    steps = [each.step for each in kept]
+    assert len({id(step) for step in steps}) == 4 and len({id(each.captured) for each in kept}) == 1
     assert len({id(step.forward) for step in steps}) == len({block.record.schedule for block in blocks_of(mine)})
     for batch in (x[:, :9], x[:5]):  # as few for other shapes
         assert_same_step(plain, mine, batch)

@@ -302,12 +302,19 @@ def recorded_answers(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
     Raises:
         Exception: what the forward raises.
     """
+    return watched_forward(model, args, kwargs)[0]
+
+
+def watched_forward(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], begins: Callable[[], None] = lambda: None
+) -> tuple[tuple[Answer, ...], Any]:
+    """As `recorded_answers`, and the forward's result. ``begins`` is called before the forward."""
     try:
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _unsaved):
-            return _recorded(model, args, kwargs)
+            return _recorded(model, args, kwargs, begins)
     except Exception:  # its own, which comes again, or for want of saved tensors
         try:
-            return _recorded(model, args, kwargs)
+            return _recorded(model, args, kwargs, begins)
         except Exception as error:
             error._raised_by_model = True  # type: ignore[attr-defined]
             raise
@@ -322,7 +329,9 @@ def _unsaved(_: Any) -> Any:
     raise RuntimeError("no tensor was saved")
 
 
-def _recorded(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Answer, ...]:
+def _recorded(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], begins: Callable[[], None]
+) -> tuple[tuple[Answer, ...], Any]:
     leaves, _ = flattened((args, kwargs))
     others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
     inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -339,5 +348,6 @@ def _recorded(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         number_by_number(),
         recording,
     ):
-        model(*args, **kwargs)
-    return tuple(recording.answers)
+        begins()
+        result = model(*args, **kwargs)
+    return tuple(recording.answers), result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -70,6 +70,12 @@ def arguments(leaves: Sequence[Any]) -> Any:
         lies = leaf.stride() if leaf.layout is torch.strided else leaf.layout
         described.append((*own, leaf.shape, leaf.dtype, leaf.device, lies, leaf.requires_grad, leaf.is_leaf))
     return tuple(described)
+
+
+def without_values(key: tuple[Any, ...], places: Container[int]) -> tuple[Any, ...]:
+    """A call's key without the values of some leaves that are no tensors; of what class they are stays."""
+    model, leaves, *others = key
+    return model, tuple(each[:1] if i in places else each for i, each in enumerate(leaves)), *others
 
 
 def hashable(leaf: Any) -> tuple[Any, ...]:
