@@ -15,7 +15,7 @@ import monet_like
 from monet_like.auto.block import blocks_of
 from monet_like.auto.blocks import plan_no_more
 from monet_like.auto.rehearsal.fake import _Counting
-from monet_like.auto.rehearsal.memory import Blocks, Rehearsed, StepMemory, step_of
+from monet_like.auto.rehearsal.memory import Blocks, Rehearsed, StepMemory, WholeStep, step_of
 
 
 class Skips(nn.Module):
@@ -111,8 +111,7 @@ def rehearsed(
     blocks = tuple(blocks_of(model))
     memory = StepMemory(Blocks(model, blocks), step_of(model, ((x,), {}), loss), "none", "alone")
     if not fake:
-        memory._fakes = None
-        memory._before = memory._state = memory._now()
+        memory._leave_fakes()
     memory.rehearsed(None)  # captures, which may take memory of their own
     found = [memory.rehearsed(kept) for kept in (None, [()] * len(blocks))]
     memory.close()
@@ -143,6 +142,35 @@ def test_fakes_count_what_real_tensors_take(
     assert on == on_fakes
     assert [each.step.moments for each in fake] == [each.step.moments for each in real]
     assert [each.held for each in fake] == [each.held for each in real]
+
+
+@pytest.mark.parametrize("forgetful", [True, False], ids=["nothing is left", "a result is left"])
+def test_steps_that_are_given_are_on_fakes(forgetful: bool) -> None:
+    """Two micro-batches, the second of which adds to the first one's gradients; what a run leaves behind is there in the next one."""
+    found = []
+    for fake in (True, False):
+        torch.manual_seed(0)
+        model = Decoder()
+        monet_like.auto_schedule(model, blocks="layers.*", mode="inplace_multiway_newnode")
+        plan_no_more(model)
+        left: list[torch.Tensor] = []
+
+        def step(x: torch.Tensor, model: nn.Module = model, left: list[torch.Tensor] = left) -> None:
+            for half in x.chunk(2):
+                loss = loss_of(model(half))
+                loss.backward()
+            left[:] = [] if forgetful else [loss.detach().expand(100).clone()]
+
+        blocks = tuple(blocks_of(model))
+        memory = StepMemory(Blocks(model, blocks), WholeStep(step, ((tokens(),), {}), given=True), "none", "own")
+        if not fake:
+            memory._leave_fakes()
+        assert (memory._fakes is not None) == fake
+        memory.rehearsed(None)
+        found.append([memory.rehearsed(kept) for kept in (None, [()] * len(blocks))])
+        memory.close()
+        assert not left and all(parameter.grad is None for parameter in model.parameters())
+    assert found[0] == found[1]
 
 
 def test_sums_of_gradients_are_in_place(monkeypatch: pytest.MonkeyPatch) -> None:

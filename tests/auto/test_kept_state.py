@@ -231,8 +231,9 @@ def test_a_rehearsal_changes_nothing(
     beside: Callable[[Model, torch.Tensor], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert rehearsed(beside)
+    assert rehearsed(beside, given=True)
+    monkeypatch.setattr(memory, "_needs_real", lambda _: True)
     assert rehearsed(beside, given=True)  # on real tensors
-    monkeypatch.setattr(memory, "_needs_real", lambda *_: True)
     monkeypatch.setattr(State, "put_back", lambda self: "")
     assert not rehearsed(beside)  # so the comparison sees this kind of change
 

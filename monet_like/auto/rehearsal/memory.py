@@ -140,28 +140,46 @@ class StepMemory:
     def __init__(self, of: Blocks, whole: WholeStep, optimizer: str, sharing: Sharing) -> None:
         self.of, self.whole, self.sharing = of, whole, sharing
         self.device = device_of(of.model)
-        self.resident_bytes = _resident_bytes(of.model, whole.example, optimizer, self.device)
-        self._fakes = None if _needs_real(of.model, whole, sharing) else fake_mode()
-        self._before = self._state = self._now()
-        self._first_end_bytes: int | None = None
-        if whole.given:
-            try:
-                self._run_first()
-            except BaseException:
-                self.close()
-                raise
+        self._optimizer = optimizer
+        self._fakes = None if _needs_real(of.model) else fake_mode()
+        self._begin()
 
-    def _now(self) -> State:
+    def _begin(self) -> None:
+        """Keep what rehearsals may change, and run a step once that was given."""
+        self.resident_bytes = _resident_bytes(self.of.model, self.whole.example, self._optimizer, self.device)
+        self._before = self._state = self._now(self.whole.run)
+        self._first_end_bytes: int | None = None
+        if not self.whole.given:
+            return
+        try:
+            self._run_first()
+        except NotOnFakes:
+            self._leave_fakes()
+        except BaseException:
+            self.close()
+            raise
+
+    def _now(self, *more: Any, like: State | None = None) -> State:
         """What a rehearsal may change; on fake tensors no memory."""
-        return State([self.of.model, self.whole.run, self.whole.example], memory=self._fakes is None)
+        return State([self.of.model, *more, self.whole.example], like, memory=self._fakes is None)
 
     def _run_first(self) -> None:
         """Run a step that was given once: all rehearsals begin with what it leaves behind outside of the model."""
-        of_model = self._state = State([self.of.model, self.whole.example], like=self._before)
-        self._first_end_bytes = self._counted(None)[1][-1].end_bytes
-        self._state = State([self.of.model, self.whole.run, self.whole.example], like=of_model)
+        of_model = self._state = self._now(like=self._before)
+        self._first_end_bytes = self._counted_on(self._fakes, None)[1][-1].end_bytes
+        self._state = self._now(self.whole.run, like=of_model)
         for block in self.of.blocks:
             block._block_call = None
+
+    def _leave_fakes(self) -> None:
+        """Begin anew on real tensors."""
+        self._before.put_back()
+        self._fakes = None
+        for block in self.of.blocks:
+            block._block_call = None
+            if asks_for_values(block._model):  # it may compute in another way where there are none
+                block._block_shared.forget()
+        self._begin()
 
     def close(self) -> None:
         """Put back also what the first run of a step has left behind."""
@@ -200,16 +218,10 @@ class StepMemory:
 
     def _counted(self, kept: Sequence[Collection[int]] | None) -> tuple[list[Event], list[Stretch]]:
         """The events of a rehearsal and the memory between them."""
-        if self._fakes is not None:
-            try:
-                return self._counted_on(self._fakes, kept)
-            except NotOnFakes:
-                self._fakes = None
-                self._before = self._state = self._now()
-                for block in self.of.blocks:
-                    block._block_call = None
-                    if asks_for_values(block._model):  # it may compute in another way where there are none
-                        block._block_shared.forget()
+        try:
+            return self._counted_on(self._fakes, kept)
+        except NotOnFakes:
+            self._leave_fakes()
         return self._counted_on(None, kept)
 
     def _counted_on(
@@ -244,8 +256,8 @@ class StepMemory:
                     stretches = allocated_stretches(run, self.device)
                 else:
                     stretches = fake_stretches(run, fakes, self.device)
-                    if any(asks_for_values(block._model) for block in self.of.blocks):
-                        raise NotOnFakes("a block asks for values")
+                    if rehearsals[0].error or any(asks_for_values(block._model) for block in self.of.blocks):
+                        raise NotOnFakes("a block asks for values, or cannot be captured")
         finally:
             advanced = self._state.put_back()
         all_do(partial(_check_not_advanced, advanced), self.sharing)
@@ -267,14 +279,13 @@ def _with_bases(step: Step, bases: Iterable[int]) -> Step:
     return replace(step, moments=tuple(moments))
 
 
-def _needs_real(model: nn.Module, whole: WholeStep, sharing: Sharing) -> bool:
-    """Whether a step has to be rehearsed on real tensors.
+def _needs_real(model: nn.Module) -> bool:
+    """Whether steps of a model have to be rehearsed on real tensors.
 
-    Fake ones do not tell what processes exchange, which buffers a first run leaves behind, and what `torch.compile` makes of a part.
-    How a GPU's memory is counted on them has not been compared with a GPU.
+    Fake ones do not tell what processes exchange, and what `torch.compile` makes of a part. How a GPU's memory is counted on them has not been compared with a GPU.
     """
     compiled = any(m._compiled_call_impl is not None or isinstance(m, OptimizedModule) for m in model.modules())
-    return whole.given or sharing != "alone" or processes() > 1 or compiled or device_of(model).type != "cpu"
+    return processes() > 1 or compiled or device_of(model).type != "cpu"
 
 
 def _raise(error: Exception | None) -> None:
