@@ -2,7 +2,8 @@
 
 A trace has no values: PyTorch takes another formula there, which rounds otherwise, or none. Here each formula is one operator, which
 looks when it runs, as plain PyTorch does. The size of its result depends on no value. Its layout may: it is plain PyTorch's, which the
-operators that read it take as they find it.
+operators that read it take as they find it. A gradient that the forward itself makes, and that has a gradient (``create_graph=True``),
+is not one operator: there the formula asks as a forward does.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .registry import fake, operator
 
@@ -22,19 +22,24 @@ _aten = torch.ops.aten
 
 @operator("(Tensor grad, Tensor x, Tensor result, int? dim, bool keepdim) -> Tensor", compiled=False)
 def prod_backward(grad: Tensor, x: Tensor, result: Tensor, dim: int | None, keepdim: bool) -> Tensor:
-    """The gradient of ``x`` from that of its product, or of its products along ``dim``, as PyTorch's ``prod_backward``."""
+    """The gradient of ``x`` from that of its product, or of its products along ``dim``."""
+    return _of_prod(grad, x, result, dim, keepdim)
+
+
+def _of_prod(grad: Tensor, x: Tensor, result: Tensor, dim: int | None, keepdim: bool) -> Tensor:
+    """PyTorch's formula, with its questions."""
     if x.dim() == 0:
         return grad.clone()
-    if dim is not None and not keepdim:
-        grad, result = grad.unsqueeze(dim), result.unsqueeze(dim)
-    zeros = int((x == 0).sum())
+    if dim is None:
+        zeros = (x == 0).nonzero().shape[0]
+    else:
+        grad, result = (grad, result) if keepdim else (grad.unsqueeze(dim), result.unsqueeze(dim))
+        zeros = int((x == 0).sum(dim, keepdim=True).sum())
     if not zeros:
         return grad * (result / x).conj()
     if dim is not None:
         return _without_division(grad, x, dim)
-    if zeros > 1:
-        return torch.zeros_like(x)
-    return _without_division(grad, x.reshape(-1), 0).view_as(x)
+    return torch.zeros_like(x) if zeros > 1 else _without_division(grad, x.reshape(-1), 0).view_as(x)
 
 
 def _without_division(grad: Tensor, x: Tensor, dim: int) -> Tensor:
@@ -55,6 +60,10 @@ def _(x: Tensor) -> Tensor:
 @operator("(Tensor grad, int dim, Tensor index) -> Tensor", compiled=False)
 def index_fill_value_backward(grad: Tensor, dim: int, index: Tensor) -> Tensor:
     """The gradient of the number that ``index_fill`` writes, from that of its result: each row counts once."""
+    return _of_value(grad, dim, index)
+
+
+def _of_value(grad: Tensor, dim: int, index: Tensor) -> Tensor:
     return grad.index_select(dim, torch._unique(index, sorted=False)[0]).sum()
 
 
@@ -73,10 +82,10 @@ class _Prod(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, result = ctx.saved_tensors
-        gradient = torch.ops.monet_like.prod_backward(grad, x.to(grad.dtype), result, *ctx.settings)
+        of_x = _of_prod if torch.is_grad_enabled() else torch.ops.monet_like.prod_backward
+        gradient = of_x(grad, x.to(grad.dtype), result, *ctx.settings)
         return None, gradient.to(x.dtype), None, None, None
 
 
@@ -92,14 +101,11 @@ class _IndexFill(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (index,) = ctx.saved_tensors
         of_x = grad.index_fill(ctx.dim, index, 0) if ctx.needs_input_grad[1] else None
-        of_value = None
-        if ctx.needs_input_grad[4]:
-            of_value = torch.ops.monet_like.index_fill_value_backward(grad, ctx.dim, index)
-        return None, of_x, None, None, of_value
+        backward = _of_value if torch.is_grad_enabled() else torch.ops.monet_like.index_fill_value_backward
+        return None, of_x, None, None, backward(grad, ctx.dim, index) if ctx.needs_input_grad[4] else None
 
 
 def _prod(op: Any) -> Callable[..., Tensor]:

@@ -10,6 +10,7 @@ from any_schedule import AnySchedule
 from torch import Tensor, nn
 
 from monet_like.capture.lower.step import capture
+from monet_like.errors import CaptureError
 
 ROWS = torch.tensor([1, 1, 0])
 #: Products and fills of a matrix.
@@ -69,3 +70,35 @@ def test_a_forward_calls_the_same_operators_as_before() -> None:
     called = [call.op for task in captured.every_task() for call in task.calls]
     assert called.count("aten.prod.dim_int") == called.count("monet_like.prod_backward.default") == 1
     assert torch.ops.aten.prod.dim_int.py_kernels == before
+
+
+class Forces(nn.Module):
+    """A gradient that the forward makes, and through which it is trained."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function, self.layer = function, nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(self.function(self.layer(x).cos()).sum(), x, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("name", ["all", "rows"])
+def test_a_gradient_of_prod_that_has_a_gradient_is_refused(name: str) -> None:
+    """In a forward plain PyTorch asks where its formula looks, and takes the gradient of what follows."""
+    x = torch.randn(4, 6)
+    Forces(FORWARDS[name])(x).square().sum().backward()
+    with pytest.raises(CaptureError, match="depends on the values of a tensor"):
+        AnySchedule(Forces(FORWARDS[name]), 3)(x)
+
+
+@pytest.mark.parametrize("name", ["filled", "filled in place"])
+def test_a_gradient_of_index_fill_that_has_a_gradient_is_plain_pytorchs(name: str) -> None:
+    model, x = Forces(lambda x: FORWARDS[name](x).tanh()), torch.randn(4, 6)
+    found = []
+    for each in (model, AnySchedule(model, 3)):
+        forces = each(x)
+        found.append([forces.detach(), *torch.autograd.grad(forces.square().sum(), [*model.parameters()])])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
