@@ -16,9 +16,9 @@ from cudnn_setting import cudnn_enabled
 from fake_gpu import build, captures
 from torch import nn
 
+from monet_like.capture.absent_gpu import autocast as absent_gpu_autocast
+from monet_like.capture.absent_gpu import choices as absent_gpu
 from monet_like.capture.absent_gpu.attention import Absent
-from monet_like.capture.absent_gpu.choices import autocast as absent_gpu_autocast
-from monet_like.capture.absent_gpu.choices import choices as absent_gpu
 from monet_like.capture.captured import Captured, fake_mode
 from monet_like.capture.lower.step import capture
 from monet_like.errors import CaptureError

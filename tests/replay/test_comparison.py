@@ -23,9 +23,9 @@ from monet_like.capture.precision import autocast_as
 from monet_like.compiler.request import Request, captured_for
 from monet_like.models.unet import UNet
 from monet_like.plan.random_schedules import random_schedule
+from monet_like.replay.verify import steps as verify
 from monet_like.replay.verify.comparison import MOST, Tensors, Verdict, compare, differences
 from monet_like.replay.verify.steps import everything_after_a_step, judged, same_step, shaken, takes_transforms
-from monet_like.replay.verify.steps import steps as verify
 from monet_like.replay.wrapper import ScheduleWrapper
 
 CPU = torch.device("cpu")

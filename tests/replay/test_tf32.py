@@ -16,9 +16,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from monet_like.replay.verify import steps as verify
+from monet_like.replay.verify import tf32
 from monet_like.replay.verify.comparison import TF32_TOLERANCE, TOLERANCE, compare
-from monet_like.replay.verify.steps import everything_after_a_step, judged, tf32
-from monet_like.replay.verify.steps import steps as verify
+from monet_like.replay.verify.steps import everything_after_a_step, judged
 from monet_like.replay.verify.tf32 import admitted_kinds, float32_kinds, runs_in_tf32
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
