@@ -82,6 +82,16 @@ def test_what_differs_is_not_found(kind: str) -> None:
     assert found(OTHER[kind])[1] is None
 
 
+def test_what_others_read_escapes() -> None:
+    captured, match = found(SAME["as it is"])
+    operators = Operators(Editor(captured, frozenset()))
+    assert match is not None and len(match.slots) > 2
+    assert not operators.escapes(match.slots, match.gradients)
+    assert operators.escapes(match.slots, match.gradients[:1])  # the layers before read both
+    inner = next(s for s in match.slots if match.gradients[0] not in captured.program.slots[s][0].writes)
+    assert operators.escapes([inner], ()) and operators.in_turn([inner], ()) is None
+
+
 def test_another_dtype_is_not_found() -> None:
     assert found(SAME["as it is"], torch.float64)[1] is None
 
