@@ -193,9 +193,9 @@ def test_a_quick_plan_is_refined_at_the_next_start(monkeypatch: pytest.MonkeyPat
     efforts: list[bool] = []
     own = block_plan.menus_of
 
-    def briefly(of: Any, kinds: Any, settings: Any, found: Any) -> Any:
+    def briefly(of: Any, kinds: Any, settings: Any, found: Any, deadline: Any) -> Any:
         efforts.append(settings.quick)
-        return own(of, kinds, replace(settings, quick=True), found)
+        return own(of, kinds, replace(settings, quick=True), found, deadline)
 
     monkeypatch.setattr(block_plan, "menus_of", briefly)
     monkeypatch.setattr(block_plan, "_planned_here", set())
