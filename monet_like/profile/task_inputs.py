@@ -26,6 +26,8 @@ _OF_PROBABILITIES = (
 _OF_PIVOTS = ("aten.lu_unpack.", "aten.linalg_lu_solve.")
 #: Lengths that these operators read add up to the length of what they divide.
 _OF_LENGTHS = ("aten.segment_reduce.", "aten._segment_reduce_backward.")
+#: How often each row is repeated adds up to the rows of the result.
+_OF_REPEATS = "aten.repeat_interleave.Tensor"
 
 
 class Inputs:
@@ -98,7 +100,7 @@ class Inputs:
             if meta.dtype != torch.bool and _converts_floats(task, self.captured.metas):
                 return self._random(meta, alike)
             run = compile_block(Block(task.reads, (task,), (), (value,)), task.name, COMMUNICATING)
-            self.cache[key] = run([self.make(v) for v in task.reads])[1][0]
+            self.cache[key] = run([_admissible(task, self.make(v), self.captured.metas) for v in task.reads])[1][0]
         return self.cache[key]
 
     def _example(self, value: int) -> torch.Tensor:
@@ -142,10 +144,17 @@ def _admissible(task: Task, tensor: Any, metas: Sequence[TensorMeta]) -> Any:
         return tensor.clamp_min(1)
     if call.op.startswith(_OF_LENGTHS) and tensor.dim():
         data = call.args[2 if "backward" in call.op else 0]
-        lengths = torch.zeros_like(tensor)
-        lengths[..., -1] = metas[data.name].shape[tensor.dim() - 1] if isinstance(data.name, int) else 0
-        return lengths
+        return _adding_up_to(metas[data.name].shape[tensor.dim() - 1] if isinstance(data.name, int) else 0, tensor)
+    if call.op.startswith(_OF_REPEATS) and (total := dict(call.kwargs).get("output_size")) is not None:
+        return _adding_up_to(int(total), tensor)
     return tensor
+
+
+def _adding_up_to(total: int, like: torch.Tensor) -> torch.Tensor:
+    """Zeros in the place of integers, and at the end of each row their sum."""
+    lengths = torch.zeros_like(like)
+    lengths[..., -1:] = total
+    return lengths
 
 
 def _converts_floats(task: Task, metas: Sequence[TensorMeta]) -> bool:

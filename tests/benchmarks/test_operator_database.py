@@ -49,6 +49,12 @@ def test_samples_of_unusual_operators_are_right() -> None:
     judged(sample for name in UNUSUAL for sample in database.operators(1, "cpu", torch.float32, only=name))
 
 
+def test_repeats_that_add_up_to_a_given_size_are_measured() -> None:
+    (sample,) = (s for s in database.operators(7, "cpu", torch.float32, only="repeat_interleave") if s.name[-1] == "4")
+    verdict = database.judge(sample)
+    assert (verdict.status, verdict.detail) == (RIGHT, "")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_samples_of_operators_from_all_over_are_right(dtype: torch.dtype) -> None:
