@@ -7,7 +7,7 @@ import hashlib
 import os
 import re
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -29,6 +29,7 @@ from ..plan import Plan, store_all
 from ..profile.devices import device_name
 from ..profile.settings import settings_digest
 from ..replay.checks.compatibility import exceeds, has_liger
+from .earlier_menus import EarlierMenus
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class WholeSettings:
     lengths: tuple[int, ...] = ()
     optimizer_in_backward: bool = False
     on_new_input: str = "plan"
+    earlier: EarlierMenus = field(default_factory=EarlierMenus, compare=False, repr=False)
 
 
 def is_of(record: ScheduleRecord, captured: Captured, device: torch.device) -> bool:
@@ -138,17 +140,22 @@ def _compiled(
         ProfileError: an operator could not be measured.
     """
     source, budget = Cached.of(device), settings.budget
+    earlier = settings.earlier.alike(captured) if quick else None
     try:
         with Progress(quiet=verbose is False) as progress:
             ready = prepare(
                 request, device, profile=source.known, save_profile=source.save, progress=progress.profiling,
                 captured=captured, budget=None if budget.share >= 1 else budget.limit, quick=quick,
+                earlier=earlier.ready if earlier else None,
             )  # fmt: skip
             try:
-                return compile_prepared(
+                ready, found = compile_prepared(
                     request, ready, budget.limit, device, quick=quick, save_profile=source.save, progress=progress.profiling,
                     plan_progress=progress.planning,
-                )[1].record  # fmt: skip
+                )  # fmt: skip
+                if quick:
+                    settings.earlier.add(ready, (found.record.schedule,))
+                return found.record
             except (InfeasibleError, SolverError) as error:
                 error.plain_peak_bytes = ready.plain.peak_bytes
                 limit = budget.of(ready.plain.peak_bytes)

@@ -133,7 +133,7 @@ def _is_whole(tensor: torch.Tensor) -> bool:
     """Whether a storage begins and ends with a tensor's first and last element."""
     last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
     size = tensor.element_size() * (last + 1) if tensor.numel() else 0
-    return tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == size
+    return bool(tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == size)
 
 
 def _fake(meta: TensorMeta, mode: FakeTensorMode) -> FakeTensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from brief import be_brief
 from replays import record_for
 from torch import nn
 from training import twin
@@ -17,6 +18,7 @@ from monet_like.auto import auto_schedule as auto
 from monet_like.auto.auto_schedule import AutoSchedule
 from monet_like.auto.whole_plan import WholeSettings
 from monet_like.capture.captured import Captured
+from monet_like.compiler import pipeline
 from monet_like.compiler.request import Request
 from monet_like.errors import InfeasibleError, ProfileError, UsageError
 from monet_like.ir.schedule_file import PLAIN, ScheduleRecord
@@ -289,3 +291,20 @@ def test_what_cannot_be_measured_is_said_in_words(monkeypatch: pytest.MonkeyPatc
     )
     with pytest.raises(ProfileError, match=said):
         monet_like.auto_schedule(mlp(8, 8, 8), rows(6), mode="normal", effort="quick")
+
+
+def test_costs_of_a_larger_batch_are_those_of_the_first_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[int] = []
+    own = pipeline.quick_costs
+
+    def measuring(request: Request, *args: Any) -> Any:
+        measured.append(request.example[0][0].shape[0])
+        return own(request, *args)
+
+    monkeypatch.setattr(pipeline, "quick_costs", measuring)
+    be_brief(monkeypatch.setattr)
+    calls = [(torch.randn(rows, 8),) for rows in (16, 64, 24)]
+    wrapped = as_plain(mlp(8, 32, 32, 32, 8), calls, memory_budget=4 * MIB)
+    assert measured == [16]
+    assert [record.inputs[0].shape[0] for record in wrapped.records] == [16, 64]
+    assert "other sizes" in wrapped.records[1].note
