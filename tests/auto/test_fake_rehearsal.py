@@ -71,6 +71,24 @@ class Transposed(Tied):
         return self.batch_norm(x.transpose(1, 2)).transpose(1, 2)
 
 
+class Indexed(Decoder):
+    """The gradient of an index fills zeros in place."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)[:, torch.arange(32)] + x.topk(32, -1).values * 2
+        return self.head(x)
+
+
+class Checkpoints(Decoder):
+    """A checkpoint keeps the state of the random generator."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        wide = torch.utils.checkpoint.checkpoint(lambda x: x.sin().exp(), self.embedding(tokens), use_reentrant=False)
+        return self.head(self.layers[0](wide))
+
+
 class Asks(Decoder):
     """The rest of the model asks for a value."""
 
@@ -131,6 +149,8 @@ IMAGES = torch.linspace(-1, 1, 2 * 3 * 16 * 16).view(2, 3, 16, 16)
         pytest.param(Tied, tokens(), loss_of, add_gradients, True, id="gradients that are added to"),
         pytest.param(Transposed, tokens(), loss_of, lambda _: None, False, id="transposed"),
         pytest.param(Cast, tokens(), loss_of, lambda _: None, True, id="autocast"),
+        pytest.param(Indexed, tokens(), loss_of, lambda _: None, True, id="indexed"),
+        pytest.param(Checkpoints, tokens(), loss_of, lambda _: None, False, id="checkpoints"),
         pytest.param(Asks, tokens(), loss_of, lambda _: None, False, id="asks"),
         pytest.param(Shares, tokens(), loss_of, lambda _: None, False, id="shares memory"),
     ],

@@ -61,8 +61,12 @@ def outside(example: Example) -> Iterator[Example]:
     Yields:
         An example of fake tensors whose memory does not count.
     """
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
-        yield copied(example)
+    now, _Counting.now = _Counting.now, None
+    try:
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            yield copied(example)
+    finally:
+        _Counting.now = now
 
 
 def copied(example: Example) -> Example:
@@ -123,6 +127,8 @@ class _Counting(TorchDispatchMode):
         try:
             if func is torch.ops.aten.add.Tensor and self._adds_in_place(args):
                 func = torch.ops.aten.add_.Tensor
+            elif func in _FILLS and torch._C._current_autograd_node() is not None and _is_held_once(args[0]):
+                func = _FILLS[func]
             else:
                 self._validated.clear()
             self._level += self._factors.risen(torch._C._current_autograd_node())
@@ -174,8 +180,7 @@ class _Counting(TorchDispatchMode):
         far, gradient = args
         if not isinstance(gradient, torch.Tensor) or id(gradient) not in self._validated:
             return False
-        held = far._use_count(), torch._C._storage_Use_Count(far.untyped_storage()._cdata)
-        return held == _HELD_BY_AUTOGRAD and _is_dense(far)
+        return _is_held_once(far) and _is_dense(far)
 
     def _measured(self, func: Any, args: Any, kwargs: Any) -> _Measured:
         """What an operator takes and makes on real tensors."""
@@ -244,9 +249,21 @@ class _Factors:
 #: Operators whose node keeps the number, and the bytes of numbers as tensors.
 _SCALES = frozenset(getattr(torch.ops.aten, name).Tensor for name in ("mul", "mul_", "div", "div_"))
 _BYTES = {bool: 1, int: 8, float: 8, complex: 16}
+#: Formulas of gradients fill zeros in place by these; while a mode is active they do not.
+_FILLS = {
+    torch.ops.aten.index_put.default: torch.ops.aten.index_put_.default,
+    torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
+    torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
+    torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
+}
 #: References to a gradient's tensor and to its storage while an operator is dispatched on it, if autograd alone holds it.
 _HELD_BY_AUTOGRAD = (4, 2)
 _measured: dict[Any, _Measured] = {}
+
+
+def _is_held_once(tensor: Any) -> bool:
+    held = tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return held == _HELD_BY_AUTOGRAD
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -281,7 +298,7 @@ _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class _Refusals(TorchFunctionMode):
-    """Refuses what reads or changes the memory of a tensor beside PyTorch's operators."""
+    """Refuses what reads, changes or takes memory beside PyTorch's operators."""
 
     _OF_MEMORY = frozenset({"data", "numpy", "__array__", "data_ptr", "__dlpack__", "tolist"})
 
@@ -289,23 +306,32 @@ class _Refusals(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name = "data" if func == _SET_DATA else getattr(func, "__name__", "")
-        if name in self._OF_MEMORY and _Counting.now is not None:
-            _Counting.now.failed = NotOnFakes(f"the step calls {name} of a tensor")
-            raise _Counting.now.failed
+        makes_tensor = name == "__setitem__" and not isinstance(args[2], torch.Tensor)
+        if name in self._OF_MEMORY or makes_tensor:
+            _refuse(name)
         return func(*args, **(kwargs or {}))
+
+
+def _refuse(name: str) -> Any:
+    error = NotOnFakes(f"the step calls {name}")
+    if _Counting.now is not None:
+        _Counting.now.failed = error
+    raise error
 
 
 @contextmanager
 def _hidden() -> Iterator[None]:
     """Let code that asks whether tensors are fake, to compute in another way then, take them for real."""
     package = torch._subclasses
-    own, log = package.FakeTensor, fake_tensor.log.disabled
+    own, log, state = package.FakeTensor, fake_tensor.log.disabled, torch.get_rng_state
+    torch.get_rng_state = lambda: state() if _Counting.now is None else _refuse("get_rng_state")  # checkpoints keep it
     package.FakeTensor = _Nothing  # type: ignore[misc, assignment]
     fake_tensor.log.disabled = True  # of operators that fakes do not know: then the step runs on real tensors
     try:
         yield
     finally:
         package.FakeTensor, fake_tensor.log.disabled = own, log  # type: ignore[misc]
+        torch.get_rng_state = state
 
 
 class _Nothing:
