@@ -187,7 +187,7 @@ class Free(dict[str, Cost]):
 
 def large_values(wrapped: Any) -> int:
     """Values above the allocator's least size for them that are alive at once, at most, residents included."""
-    (kept,) = (each.step for each in wrapped._kept)
+    (kept,) = wrapped._kept
     program, large = kept.captured.program, UNSPLIT_BYTES
     always = sum(value.bytes > large for value in program.values if value.kind in ("parameter", "buffer", "input"))
     alive = (
@@ -368,7 +368,7 @@ def copies(name: str) -> dict[str, Any]:
 def live(name: str) -> dict[str, Any]:
     """The most memory of a step of the report's, the first in its process, and what is predicted."""
     wrapped, args, _ = planned(name)
-    (kept,) = (each.step for each in wrapped._kept)
+    (kept,) = wrapped._kept
     schedule = wrapped.record.schedule
     found = live_step(wrapped._model, kept.captured, schedule, (args, {}), wrapped.record.extra_bytes, "a fake GPU")
     return {"bytes": max(found.bytes), "predicted": wrapped.record.peak_bytes}
