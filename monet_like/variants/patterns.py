@@ -209,8 +209,13 @@ def _arguments(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple
     if _name(op) == CAST:
         return (replace(args[0], shape=()), kwargs.get("dtype"))
     rank = len(args[0].shape) if args and isinstance(args[0], Seen) else 0
-    plain = (sorted(d % rank for d in a) if isinstance(a, list | tuple) and rank else a for a in args)
+    plain = (sorted(d % rank for d in a) if rank and _is_dimensions(a) else a for a in args)
     return (*plain, *(pair for pair in sorted(kwargs.items()) if pair[1] is not None))
+
+
+def _is_dimensions(argument: Any) -> bool:
+    """Whether an argument is a list of numbers, and not of values, as indices are."""
+    return isinstance(argument, list | tuple) and all(isinstance(each, int) for each in argument)
 
 
 class Operators:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable
 
@@ -114,3 +115,22 @@ def test_literals_are_those_of_the_shapes() -> None:
 
     assert names(normal) == {"rms_norm.train", "rms_norm.apply", "rms_norm.backward"}
     assert names(columns) == names(turned) == set()
+
+
+class Chosen(nn.Module):
+    """Rows of SwiGLU's product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, rows: Tensor) -> Tensor:
+        y: Tensor = self.down((F.silu(self.gate(x)) * self.up(x))[rows])
+        return y
+
+
+def test_indices_are_no_dimensions() -> None:
+    captured = capture(Chosen(), (torch.randn(4, 8), torch.tensor([0, 2])))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of a variant that is left out
+        assert any(task.variant == "swiglu" for task in admitted(captured, "inplace_multiway_newnode").program.tasks)
