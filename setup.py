@@ -45,7 +45,9 @@ class PlatformDistribution(Distribution):
 
 
 def _compile_kernels() -> list[Path]:
-    """The libraries and the note on what they were made from; nothing, and a printed reason, where they cannot be compiled."""
+    """The libraries and the note on what they were made from; nothing, and a printed reason, where they cannot be
+    compiled.
+    """
     sys.path.insert(0, str(ROOT))
     try:
         from monet_like import build

@@ -1,14 +1,14 @@
 """What lossy caches do to training: python -m benchmarks.accuracy
 
-Trains one small decoder on text by bytes, once for each mode and seed, from the same weights on the same batches, each by
-the plan for the same share of plain PyTorch's peak. The text is the source of Python's standard library, whose last
+Trains one small decoder on text by bytes, once for each mode and seed, from the same weights on the same batches, each
+by the plan for the same share of plain PyTorch's peak. The text is the source of Python's standard library, whose last
 twentieth is held out. Prints Markdown:
 
 * *lossy*: the part of the bytes kept for the backward that is in lossy caches;
 * *step*: predicted seconds against plain PyTorch's, by a CPU's estimated rates;
 * *gradient*: the difference from the exact gradient in the first step, relative to its norm, over all parameters;
-* *loss*: of the held-out text after training, in nats a byte: mean of the seeds, and the mean difference from the exact mode
-  with its standard error over the seeds.
+* *loss*: of the held-out text after training, in nats a byte: mean of the seeds, and the mean difference from the exact
+  mode with its standard error over the seeds.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ def main(share: int, steps: int, seeds: int) -> None:
     plans = {mode: planned(mode, example, share) for mode in MODES}
     found = {mode: [trained(plan, seed, steps, data) for seed in range(seeds)] for mode, plan in plans.items()}
     print(
-        f"{LAYERS} layers of {WIDTH} at {share} % of plain PyTorch's peak, {steps} steps of {BATCH} x {CONTEXT} bytes, {seeds} "
-        f"seeds, torch {torch.__version__}\n"
+        f"{LAYERS} layers of {WIDTH} at {share} % of plain PyTorch's peak, {steps} steps of {BATCH} x {CONTEXT} bytes, "
+        f"{seeds} seeds, torch {torch.__version__}\n"
     )
     print("| mode | lossy | step | gradient | loss | against exact |\n|---|---|---|---|---|---|")
     for mode, runs in found.items():

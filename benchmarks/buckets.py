@@ -1,8 +1,8 @@
 """When data parallel training sends its gradients: python -m benchmarks.buckets
 
-Two processes on this machine (gloo), DistributedDataParallel around plain ResNet-18 and around schedules of it: one that
-keeps everything and one for 70 % of plain PyTorch's peak. For each bucket the share of the backward's time at which it is
-sent, median over the steps. Prints Markdown.
+Two processes on this machine (gloo), DistributedDataParallel around plain ResNet-18 and around schedules of it: one
+that keeps everything and one for 70 % of plain PyTorch's peak. For each bucket the share of the backward's time at
+which it is sent, median over the steps. Prints Markdown.
 """
 
 from __future__ import annotations

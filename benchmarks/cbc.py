@@ -1,8 +1,8 @@
 """CBC by PuLP, CBC by cylp, and HiGHS: python -m benchmarks.cbc [--seconds 20] [--models resnet50,unet]
 
-Each solves the same integer programs, one after the other: those of the seven models of benchmarks/certified.py at shares
-of plain PyTorch's peak, restricted as the planner restricts them, without the rows that it adds later. CBC by PuLP and
-HiGHS start from the local search's schedule. cylp's CBC takes no start; `pip install cylp` for it.
+Each solves the same integer programs, one after the other: those of the seven models of benchmarks/certified.py at
+shares of plain PyTorch's peak, restricted as the planner restricts them, without the rows that it adds later. CBC by
+PuLP and HiGHS start from the local search's schedule. cylp's CBC takes no start; `pip install cylp` for it.
 """
 
 from __future__ import annotations

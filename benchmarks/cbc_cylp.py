@@ -1,8 +1,9 @@
-"""Solves one 0/1 program with the CBC of cylp, as the planner did before it took PuLP's: benchmarks/cbc.py compares them.
+"""Solves one 0/1 program with the CBC of cylp, as the planner did before it took PuLP's: benchmarks/cbc.py compares
+them.
 
-`pip install cylp` for it; nothing else needs cylp. CBC runs in this process, through cvxpy, which gives it no start. Its
-limit is of processor seconds, so it is told the wall seconds times the share of the time in which this process runs; the
-process that waits for it sends SIGINT when the time is up.
+`pip install cylp` for it; nothing else needs cylp. CBC runs in this process, through cvxpy, which gives it no start.
+Its limit is of processor seconds, so it is told the wall seconds times the share of the time in which this process
+runs; the process that waits for it sends SIGINT when the time is up.
 
 python -m benchmarks.cbc_cylp PROGRAM SECONDS GAP ANSWER
 """

@@ -1,10 +1,10 @@
 """Plans under Inductor beside torch.compile, with and without its memory budget: python -m benchmarks.compiled
 
-For every model one schedule, replayed eagerly and with ``backend="inductor"``, and a plan of ``compile_options`` for the same budget, beside
-plain PyTorch, ``torch.compile`` and ``torch.compile`` under ``activation_memory_budget`` at the largest of some settings whose
-measured peak is at most the schedule's, or else at the setting with the least. All take turns in one process.
-Prints Markdown: measured peak (everything a step holds, parameters and input included), median step, and both
-against plain PyTorch's. No dropout: the budget recomputes it with other masks (pytorch issue 190717).
+For every model one schedule, replayed eagerly and with ``backend="inductor"``, and a plan of ``compile_options`` for
+the same budget, beside plain PyTorch, ``torch.compile`` and ``torch.compile`` under ``activation_memory_budget`` at the
+largest of some settings whose measured peak is at most the schedule's, or else at the setting with the least. All take
+turns in one process. Prints Markdown: measured peak (everything a step holds, parameters and input included), median
+step, and both against plain PyTorch's. No dropout: the budget recomputes it with other masks (pytorch issue 190717).
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ def table(name: str, share: float, settings: list[float], mode: str, steps: int,
         peak, took = peaks[label], f"{built[label]:.0f} s" if label in built else ""
         less, faster = peak / peaks["plain PyTorch"] - 1, median / medians["plain PyTorch"] - 1
         print(
-            f"| {label} | {peak / MB:,.0f} MB | {100 * less:+.1f} % | {median * 1e3:,.0f} ms | {100 * faster:+.1f} % | {took} |"
+            f"| {label} | {peak / MB:,.0f} MB | {100 * less:+.1f} % | {median * 1e3:,.0f} ms | {100 * faster:+.1f} % | "
+            f"{took} |"
         )
     others = ", ".join(f"{s}: {peak / MB:,.0f} MB" for s, (peak, _) in tried.items())
     print(f"\nPredicted peak of the schedule: {found.record.peak_bytes / MB:,.0f} MB.", end=" ")

@@ -63,7 +63,9 @@ def _blocks(job: Job, model: nn.Module) -> list[nn.Module]:
 
 
 def per_block(job: Job, model: nn.Module, example: Example) -> Built:
-    """``torch.utils.checkpoint`` around every block, or around every n-th, as ``every_n_layers`` of Transformers has it."""
+    """``torch.utils.checkpoint`` around every block, or around every n-th, as ``every_n_layers`` of Transformers has
+    it.
+    """
     for block in _blocks(job, model)[:: int(job.setting or 1)]:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
     return Built(model)

@@ -1,8 +1,8 @@
 """What a model's operators cost, measured in a process of its own: python -m benchmarks.costs JOB
 
-The process has the memory allocator of those whose steps are timed, and runs just before them. Answers with one line when
-the profile is written. Batches that are only tried under a limit are not timed: their seconds are in proportion to those
-at the work's own batch, and workspaces are measured.
+The process has the memory allocator of those whose steps are timed, and runs just before them. Answers with one line
+when the profile is written. Batches that are only tried under a limit are not timed: their seconds are in proportion to
+those at the work's own batch, and workspaces are measured.
 """
 
 from __future__ import annotations

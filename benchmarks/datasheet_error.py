@@ -2,8 +2,9 @@
 
 python -m benchmarks.datasheet_error PROFILE --model MODEL --inputs INPUTS
 
-Reads a profile that was measured on a GPU, which need not be here, prices plain PyTorch's step by the datasheet of the same
-card, and prints both by kind of operator. Sums over the operators of one step; profiles of `scripts/gpu_check.sh` do.
+Reads a profile that was measured on a GPU, which need not be here, prices plain PyTorch's step by the datasheet of the
+same card, and prints both by kind of operator. Sums over the operators of one step; profiles of `scripts/gpu_check.sh`
+do.
 """
 
 from __future__ import annotations

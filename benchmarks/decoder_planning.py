@@ -2,9 +2,9 @@
 
     python -m benchmarks.decoder_planning --model 8B --seq 2048 --shares 90,75,60,50
 
-Budgets are shares of plain PyTorch's predicted peak. "Within 0.1 % of all" means that no schedules of the parts that fit are more than
-0.1 % faster, whether they were found or not (`monet_like.plan.bound.prices`). "Without a limit" compares with the time of the fastest
-schedules, which need not fit.
+Budgets are shares of plain PyTorch's predicted peak. "Within 0.1 % of all" means that no schedules of the parts that
+fit are more than 0.1 % faster, whether they were found or not (`monet_like.plan.bound.prices`). "Without a limit"
+compares with the time of the fastest schedules, which need not fit.
 """
 
 from __future__ import annotations
@@ -83,10 +83,13 @@ def show(found: dict[str, object]) -> None:
     """Print the figures of one training."""
     stages = ", ".join(f"{k} {v:.1f} s" for k, v in found["stage_seconds"].items() if v)  # type: ignore[attr-defined]
     print(
-        f"\n{found['training']}: plain {format_bytes(found['plain_peak_bytes'])}, {format_seconds(found['plain_seconds'])}"
+        f"\n{found['training']}: plain {format_bytes(found['plain_peak_bytes'])}, "
+        f"{format_seconds(found['plain_seconds'])}"
     )  # type: ignore[arg-type]
     print(
-        f"  {len(found['rows'])} budgets in {found['seconds']:.1f} s wall, {found['processor_seconds']:.1f} s CPU ({stages})"  # type: ignore[arg-type]
+        # type: ignore[arg-type]
+        f"  {len(found['rows'])} budgets in {found['seconds']:.1f} s wall, {found['processor_seconds']:.1f} s CPU "
+        f"({stages})"
     )
     for row in found["rows"]:  # type: ignore[attr-defined]
         if not row["fits"]:
@@ -94,8 +97,9 @@ def show(found: dict[str, object]) -> None:
             print(f"  {row['budget']:>5}: does not fit by {format_bytes(missing)}")
             continue
         print(
-            f"  {row['budget']:>5}: {100 * (row['against_plain'] - 1):+.1f} % time, peak {format_bytes(row['peak_bytes'])}, "
-            f"within {100 * row['gap']:.2f} % of all, {100 * row['above_the_fastest']:+.1f} % without a limit"
+            f"  {row['budget']:>5}: {100 * (row['against_plain'] - 1):+.1f} % time, peak "
+            f"{format_bytes(row['peak_bytes'])}, within {100 * row['gap']:.2f} % of all, "
+            f"{100 * row['above_the_fastest']:+.1f} % without a limit"
         )
 
 
@@ -109,7 +113,8 @@ def main() -> None:
     given = parser.parse_args()
     shares = [float(share) for share in given.shares.split(",")]
     print(
-        f"{given.model}, batch 1, {given.seq} tokens; rates of {given.card}; PyTorch {torch.__version__}, load {os.getloadavg()[0]:.1f}"
+        f"{given.model}, batch 1, {given.seq} tokens; rates of {given.card}; PyTorch {torch.__version__}, load "
+        f"{os.getloadavg()[0]:.1f}"
     )
     found = []
     for name in TRAININGS:

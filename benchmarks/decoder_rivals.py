@@ -1,4 +1,5 @@
-"""What rivals' rules cost a decoder of 8B parameters, beside our plans at the same peak: python -m benchmarks.decoder_rivals
+"""What rivals' rules cost a decoder of 8B parameters, beside our plans at the same peak: python -m
+benchmarks.decoder_rivals
 
 Every rule is a choice of schedules for the decoder's parts, judged by the simulator at the rates of a data sheet, as
 `monet_like.fits` does. Nothing is measured. The rules:
@@ -6,7 +7,8 @@ Every rule is a choice of schedules for the decoder's parts, judged by the simul
 * *checkpoint per block*: ``gradient_checkpointing_enable()`` of Transformers, and DeepSpeed's activation checkpointing;
 * *every 2nd block*, *every 4th block*: ``every_n_layers`` of Transformers;
 * *selective*: PyTorch's selective checkpointing per block, which saves products and attention and recomputes the rest;
-* *chunked loss*: the head and the loss in parts, as Liger, TRL's ``chunked_nll`` and ``linear_cross_entropy`` of PyTorch do.
+* *chunked loss*: the head and the loss in parts, as Liger, TRL's ``chunked_nll`` and ``linear_cross_entropy`` of
+  PyTorch do.
 
 ``activation_memory_budget`` of ``torch.compile`` is not among them: its fusion decides its peak, so it is measured
 (`benchmarks.run`).

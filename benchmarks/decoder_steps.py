@@ -1,17 +1,19 @@
 """LoRA of a Llama of Hugging Face, as its users train it, beside plans of blocks: python -m benchmarks.decoder_steps
 
-Measured on the device that is here: the peak of a step (everything that is allocated, weights and inputs included), its median
-time, and what a plan had predicted. The contenders:
+Measured on the device that is here: the peak of a step (everything that is allocated, weights and inputs included), its
+median time, and what a plan had predicted. The contenders:
 
 * *plain*: Transformers and PEFT as they are; *checkpoint*: ``gradient_checkpointing_enable()``;
-* *Liger*: all of its kernels (RMS norm, rotary positions, SwiGLU, head and loss in one), with checkpointing and without;
+* *Liger*: all of its kernels (RMS norm, rotary positions, SwiGLU, head and loss in one), with checkpointing and
+  without;
 * *compiled*: ``torch.compile`` of each layer, and the same under ``activation_memory_budget``;
-* *planned*: ``auto_schedule(model, blocks=layers)`` for each budget, with Liger's loss as well, since the loss of long texts is most of
-  what does not lie in the layers, and with ``backend="inductor"``.
+* *planned*: ``auto_schedule(model, blocks=layers)`` for each budget, with Liger's loss as well, since the loss of long
+  texts is most of what does not lie in the layers, and with ``backend="inductor"``.
 
-The step is forward and backward; adapters of rank 16 are on all linear layers of the blocks, weights are bfloat16. *off*: adapters'
-gradients against plain's, all together, relative, in the 2-norm; bfloat16 rounds, and sums are made in other orders. With
-``--exact`` also against the same step in float32, plain's too: what is as near to it as plain is not less right.
+The step is forward and backward; adapters of rank 16 are on all linear layers of the blocks, weights are bfloat16.
+*off*: adapters' gradients against plain's, all together, relative, in the 2-norm; bfloat16 rounds, and sums are made in
+other orders. With ``--exact`` also against the same step in float32, plain's too: what is as near to it as plain is not
+less right.
 """
 
 from __future__ import annotations
@@ -176,7 +178,8 @@ def planned(of: Setting, *, budget: str, liger_loss: bool = False, backend: str 
     model = of.build(partial(of_liger, loss_alone=True) if liger_loss else lambda model: None)
     tokens = of.tokens()
     model = monet_like.auto_schedule(
-        model, (), {"input_ids": tokens, "labels": tokens}, memory_budget=budget, blocks=layers_of(model), backend=backend,
+        model, (), {"input_ids": tokens, "labels": tokens}, memory_budget=budget, blocks=layers_of(model),
+        backend=backend,
         keeps_result=False, effort="full", time_limit_seconds=PLAN_SECONDS, verbose=True,
     )  # fmt: skip
     plan = monet_like.block_plan(model)
@@ -303,8 +306,9 @@ def markdown(of: Setting, rows: list[Row]) -> str:
         reserved = format_bytes(row.reserved_bytes) if row.reserved_bytes else ""
         over = f"{100 * (row.seconds / base - 1):+.1f} %" if base else ""
         text += (
-            f"| {row.contender} | {format_bytes(row.peak_bytes)} | {predicted} | {reserved} | {1e3 * row.seconds:,.1f} ms | "
-            f"{over} | {row.setup_seconds:.0f} s | {row.gradient_error:.0e} |{f' {row.float32_error:.0e} |' * exact}\n"
+            f"| {row.contender} | {format_bytes(row.peak_bytes)} | {predicted} | {reserved} | {1e3 * row.seconds:,.1f} "
+            f"ms | {over} | {row.setup_seconds:.0f} s | {row.gradient_error:.0e} "
+            f"|{f' {row.float32_error:.0e} |' * exact}\n"
         )
     return text
 

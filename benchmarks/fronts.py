@@ -1,8 +1,8 @@
 """Fronts of time over memory: exact, and with lossy words or copies: python -m benchmarks.fronts [--models vgg16,gpt]
 
 Step time and budget in units of plain PyTorch's, by a device's datasheet rates; nothing is run. Each plan is one of the
-local search alone (seconds); a front goes on from its smallest budget upwards and is nowhere slower than below. Writes a
-picture and a CSV file for each model, and fronts.md, into benchmarks/results/fronts.
+local search alone (seconds); a front goes on from its smallest budget upwards and is nowhere slower than below. Writes
+a picture and a CSV file for each model, and fronts.md, into benchmarks/results/fronts.
 """
 
 from __future__ import annotations
@@ -82,16 +82,20 @@ def main(models: str, shares: str) -> None:
             rows += [[label, round(100 * s, 1), r.peak_bytes, r.seconds, r.host_bytes] for s, r in found]
             console.print(f"{name}, {label}: {len(found)} budgets in {time.monotonic() - started:.0f} s")
         _, batch, device, _ = MODELS[name]
-        title = f"{name}, batch {batch}, {device} rates; plain PyTorch: {format_bytes(plain_bytes)}, {format_seconds(plain_seconds)}"
+        title = (
+            f"{name}, batch {batch}, {device} rates; plain PyTorch: {format_bytes(plain_bytes)}, "
+            f"{format_seconds(plain_seconds)}"
+        )
         labels = "budget, % of plain PyTorch's peak", "step against plain PyTorch, %"
         draw(console, FOLDER / f"{name}.png", title, lines, labels, {"plain PyTorch": (100.0, 0.0)})
         write_table(console, FOLDER / f"{name}.csv", frame(COLUMNS, rows))
         write_atomically(FOLDER / f"{name}.md", table(name, title, wanted, lines).encode())
     parts = [path.read_text() for path in sorted(FOLDER.glob("*.md")) if path.name != "fronts.md"]
     head = (
-        "# Fronts\n\nStep against plain PyTorch's at budgets in percent of plain PyTorch's peak; -: no plan was found.\nOne "
-        "run of the local search for each point, which may miss a percent, and plans that a wider mode has too.\nWhat "
-        "copies take of the host's memory is in the CSV files.\n`python -m benchmarks.fronts --models NAME --shares PERCENTS`\n"
+        "# Fronts\n\nStep against plain PyTorch's at budgets in percent of plain PyTorch's peak; -: no plan was "
+        "found.\nOne run of the local search for each point, which may miss a percent, and plans that a wider mode has "
+        "too.\nWhat copies take of the host's memory is in the CSV files.\n`python -m benchmarks.fronts --models NAME "
+        "--shares PERCENTS`\n"
     )
     write_atomically(FOLDER / "fronts.md", "\n".join([head, *parts]).encode())
 

@@ -1,19 +1,21 @@
 """Fronts of peak memory over work under Inductor: python -m benchmarks.inductor_fronts [--nets llama8,gpt2]
 
-For every net: ``torch.compile``, ``torch.compile`` under ``activation_memory_budget`` with each of its solvers, and our plans of
-Inductor's joint graph (`monet_like.compile_options`) at the measured peaks of these, and at the least that is known.
+For every net: ``torch.compile``, ``torch.compile`` under ``activation_memory_budget`` with each of its solvers, and our
+plans of Inductor's joint graph (`monet_like.compile_options`) at the measured peaks of these, and at the least that is
+known.
 
-* *Peak*: measured, a whole step with parameters, inputs and gradients. It is that of Inductor's own code, with its fusion, of which
-  only the insides of the C++ kernels are left out (`benchmarks.unrun_kernels`): bytes are exact, and nothing is compiled.
-* *Arithmetic*: floating-point operations of products, convolutions and attention in forward and backward, counted in the graphs
-  that Inductor compiles, in units of ``torch.compile``'s.
-* *Priced*: the step by one list of prices for all contenders, in units of ``torch.compile``'s: what each distinct call of PyTorch's
-  operators took when it was timed alone, at best, and the bytes of the buffers that Inductor's kernels are given over the memory's rate.
-  No step is timed.
+* *Peak*: measured, a whole step with parameters, inputs and gradients. It is that of Inductor's own code, with its
+  fusion, of which only the insides of the C++ kernels are left out (`benchmarks.unrun_kernels`): bytes are exact, and
+  nothing is compiled.
+* *Arithmetic*: floating-point operations of products, convolutions and attention in forward and backward, counted in
+  the graphs that Inductor compiles, in units of ``torch.compile``'s.
+* *Priced*: the step by one list of prices for all contenders, in units of ``torch.compile``'s: what each distinct call
+  of PyTorch's operators took when it was timed alone, at best, and the bytes of the buffers that Inductor's kernels are
+  given over the memory's rate. No step is timed.
 
-Rows are kept in ``benchmarks/results/inductor_fronts.csv`` as they come, prices in ``inductor_fronts_prices.json``. A second call
-goes on where the first one ended; rows that are there are not measured again. Settings that Inductor compiles to the same graphs are
-measured once.
+Rows are kept in ``benchmarks/results/inductor_fronts.csv`` as they come, prices in ``inductor_fronts_prices.json``. A
+second call goes on where the first one ended; rows that are there are not measured again. Settings that Inductor
+compiles to the same graphs are measured once.
 """
 
 from __future__ import annotations
@@ -105,8 +107,8 @@ class Net:
 
     Attributes:
         seconds: for the integer program; 0: plan by the local search alone.
-        work, operators_seconds: of the graphs that were compiled last: floating-point operations, and the time of operators
-            that Inductor does not generate.
+        work, operators_seconds: of the graphs that were compiled last: floating-point operations, and the time of
+            operators that Inductor does not generate.
         now: the row that is measured.
         measured: the first row of all graphs that were measured, by their hash.
     """

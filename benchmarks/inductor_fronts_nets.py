@@ -1,7 +1,7 @@
 """The nets of `benchmarks.inductor_fronts`: with their own structure, on inputs that a small machine can run.
 
-Inductor takes a minute or two for a hundred operators, and a net is compiled for each of its rows. So nets of many equal blocks
-have fewer of these.
+Inductor takes a minute or two for a hundred operators, and a net is compiled for each of its rows. So nets of many
+equal blocks have fewer of these.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def small_gpt2() -> nn.Module:
 
 
 def narrow_vgg16() -> nn.Module:
-    """VGG-16 of a quarter of the width: the weights of the full one outweigh what a small machine can have of activations."""
+    """VGG-16 of a quarter of the width: the weights of the full one outweigh what a small machine can have of
+    activations.
+    """
     model = models.vgg16(num_classes=10)
     widths = [width if width == "M" else int(width) // 4 for width in vgg.cfgs["D"]]
     model.features = vgg.make_layers(widths)

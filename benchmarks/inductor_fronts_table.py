@@ -23,8 +23,8 @@ class Row:
     """A contender at one setting.
 
     Attributes:
-        setting: ``0.5 dp``: a share of the saved activations, and the solver. Of ours: ``70%`` of ``torch.compile``'s peak, ``at 0.5 dp``: the
-            peak that was measured there, or ``least``.
+        setting: ``0.5 dp``: a share of the saved activations, and the solver. Of ours: ``70%`` of ``torch.compile``'s
+            peak, ``at 0.5 dp``: the peak that was measured there, or ``least``.
         status: measured, refused (there is no such plan) or failed; ``reason`` then says why.
         budget_bytes, predicted_bytes: what was asked for, and the planner's peak; 0: none.
         peak_bytes: measured.
@@ -70,12 +70,14 @@ def markdown(rows: Sequence[Row], nets: Mapping[str, str], device: str) -> str:
     """
     parts = [
         "# `python -m benchmarks.inductor_fronts`",
-        f"{device}, torch {torch.__version__}, float32. *Peak*: measured in Inductor's own code, fusion included, without running the insides "
-        "of its kernels. *Predicted*: the plan's peak against the measured one. *Arithmetic*: floating-point operations of products, convolutions and "
-        "attention, against `torch.compile`'s. *Priced*: the step by one list of prices, of operators that were timed alone and of bytes that "
-        "generated kernels move, against `torch.compile`'s. No step was timed. "
-        "`activation_memory_budget`: a share of saved activations, and its solver. Planned: a share of `torch.compile`'s peak, or the peak that was "
-        "measured at a setting of the former. Schedule: `ScheduleWrapper` with `backend='inductor'` at the budgets of the plans, its peak alone.",
+        f"{device}, torch {torch.__version__}, float32. *Peak*: measured in Inductor's own code, fusion included, "
+        "without running the insides of its kernels. *Predicted*: the plan's peak against the measured one. "
+        "*Arithmetic*: floating-point operations of products, convolutions and attention, against `torch.compile`'s. "
+        "*Priced*: the step by one list of prices, of operators that were timed alone and of bytes that generated "
+        "kernels move, against `torch.compile`'s. No step was timed. `activation_memory_budget`: a share of saved "
+        "activations, and its solver. Planned: a share of `torch.compile`'s peak, or the peak that was measured at a "
+        "setting of the former. Schedule: `ScheduleWrapper` with `backend='inductor'` at the budgets of the plans, its "
+        "peak alone.",
         _run_so_far(rows, nets),
         _summary(rows, nets),
     ]
@@ -198,7 +200,8 @@ def _summary(rows: Sequence[Row], nets: Mapping[str, str]) -> str:
         others = [row.peak_bytes for row in found if row.contender == ABOVE]
         error = max((abs(row.predicted_bytes / row.peak_bytes - 1) for row in own), default=0.0)
         cells = {
-            "net": net, "torch.compile": _mb(plain.peak_bytes), "least measured, its budget": _mb(min(others)) if others else "-",
+            "net": net, "torch.compile": _mb(plain.peak_bytes),
+            "least measured, its budget": _mb(min(others)) if others else "-",
             "least, planned": _mb(min(row.peak_bytes for row in own)),
             "largest error": f"{100 * error:.1f} %",
         }  # fmt: skip

@@ -21,12 +21,12 @@ from monet_like.profile.devices import DeviceLimits, device_name
 def kept_prices(path: Path, device: torch.device) -> Iterator[Callable[[], None]]:
     """Within, plans and benchmarks take the prices of a file.
 
-    What is not there is timed more often than for a user's plan, and the least counts: two contenders that call other operators
-    are compared by prices of one call each, and other work on the machine only ever makes a call slower.
+    What is not there is timed more often than for a user's plan, and the least counts: two contenders that call other
+    operators are compared by prices of one call each, and other work on the machine only ever makes a call slower.
 
     Args:
-        path: JSON: the device's rates, and seconds and workspace of every call of an operator that was measured. It is made if
-            there is none.
+        path: JSON: the device's rates, and seconds and workspace of every call of an operator that was measured. It is
+            made if there is none.
         device: that the prices are of.
 
     Yields:

@@ -1,8 +1,8 @@
 """How fast the CUDA kernels move memory, beside copy_ of the same bytes: python -m benchmarks.kernel_bandwidth
 
-A row per kernel, layout and dtype: GB/s, which is the bytes that the operator must read and write divided by the time that
-it takes, and the same for ``copy_`` of as many bytes. The command fails when a kernel is below `LEAST` of the copy; of those
-that are bound by something else than memory the rows say so, and nothing is asked of them. Needs a GPU.
+A row per kernel, layout and dtype: GB/s, which is the bytes that the operator must read and write divided by the time
+that it takes, and the same for ``copy_`` of as many bytes. The command fails when a kernel is below `LEAST` of the
+copy; of those that are bound by something else than memory the rows say so, and nothing is asked of them. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -91,7 +91,10 @@ def works(x: Tensor) -> Iterator[Work]:
     unpack = (largest, 1639, x.shape, x.dtype, x.stride())
     yield Work("unpack_largest", size(x, largest), lambda: registered.unpack_largest(*unpack), gathers)
     compares = "nine comparisons for each output" if x.element_size() == 2 and x.is_contiguous() else ""
-    for name, window, bound_by in (("3x3/2", ([3, 3], [2, 2], [1, 1], [1, 1]), compares), ("2x2/2", ([2, 2], [2, 2], [0, 0], [1, 1]), "")):  # fmt: skip
+    for name, window, bound_by in (
+        ("3x3/2", ([3, 3], [2, 2], [1, 1], [1, 1]), compares),
+        ("2x2/2", ([2, 2], [2, 2], [0, 0], [1, 1]), ""),
+    ):
         y, cells = registered.max_pool2d_with_offsets(x, *window, False)
         forward, backward = (x, *window, False), (torch.randn_like(y), cells, x.shape, *window)
         yield Work(

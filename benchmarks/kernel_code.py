@@ -1,15 +1,16 @@
 """What the compiler made of the CUDA kernels: python -m benchmarks.kernel_code
 
-Compiles csrc/cuda for each architecture and reads the machine code (``cuobjdump -sass``) and its resources. Nothing is run
-and nothing is measured: the figures say whether a kernel *can* keep up with a GPU's memory, not that it does.
+Compiles csrc/cuda for each architecture and reads the machine code (``cuobjdump -sass``) and its resources. Nothing is
+run and nothing is measured: the figures say whether a kernel *can* keep up with a GPU's memory, not that it does.
 
-A row per architecture, kernel and types of its elements. Of each kernel the loops that touch global memory are looked at,
-innermost ones only; a kernel without a loop counts as one. Instructions are counted as they stand in the loop, both sides
-of a branch together, so that the count is an upper bound.
+A row per architecture, kernel and types of its elements. Of each kernel the loops that touch global memory are looked
+at, innermost ones only; a kernel without a loop counts as one. Instructions are counted as they stand in the loop, both
+sides of a branch together, so that the count is an upper bound.
 
-* **instructions per element, per byte**: of a thread, for one element, and for one byte that the kernel must read or write.
-* **issue**: share of an H100's issue slots (4 warps a cycle) that this takes at 14.5 bytes per cycle and multiprocessor,
-  which is its whole memory bandwidth. Above one the kernel is slower than the memory.
+* **instructions per element, per byte**: of a thread, for one element, and for one byte that the kernel must read or
+  write.
+* **issue**: share of an H100's issue slots (4 warps a cycle) that this takes at 14.5 bytes per cycle and
+  multiprocessor, which is its whole memory bandwidth. Above one the kernel is slower than the memory.
 * **load, store**: bytes of the widest instruction in these loops.
 * **divisions**: of integers, anywhere in the kernel, as the compiler moves half of one out of its loop. There is no
   instruction for them; each is two dozen others or a call.
@@ -46,7 +47,15 @@ BYTES_PER_CYCLE = 14.5
 ISSUED_PER_CYCLE = 128
 #: Registers, bytes of shared memory and threads of a multiprocessor.
 MULTIPROCESSOR = {"80": (65536, 164 * 1024, 2048), "90": (65536, 228 * 1024, 2048)}
-SIZES = {"double": 8, "unsigned long": 8, "float": 4, "unsigned int": 4, "c10::Half": 2, "c10::BFloat16": 2, "unsigned short": 2}  # fmt: skip
+SIZES = {
+    "double": 8,
+    "unsigned long": 8,
+    "float": 4,
+    "unsigned int": 4,
+    "c10::Half": 2,
+    "c10::BFloat16": 2,
+    "unsigned short": 2,
+}
 
 Sizes = Sequence[int]
 
@@ -103,8 +112,8 @@ def _of_batch_norm() -> dict[str, Bounds]:
     """Batch norm's kernels, in planes and in columns.
 
     What follows it is the first template argument: clamps (0) and leaky ReLU (1) keep up with the memory; hardswish and
-    SiLU divide, and exceed it in 16 bits. The kernels `any_...` take single elements and look up the activation for each;
-    where a jump through a table does, which hides loops, the kernel counts as one.
+    SiLU divide, and exceed it in 16 bits. The kernels `any_...` take single elements and look up the activation for
+    each; where a jump through a table does, which hides loops, the kernel counts as one.
     """
     found = {}
     for form, threads in (("planes", 256), ("columns", 512)):
@@ -127,8 +136,9 @@ def _of_batch_norm() -> dict[str, Bounds]:
     return found
 
 
-#: By the kernel's name, or that and its first or last template argument: "kernel<0". Pooling's elements are outputs in the forward and inputs in the backward; windows move by two.
-#: Above one in `issue` is what any window or any dtype takes.
+#: By the kernel's name, or that and its first or last template argument: "kernel<0". Pooling's elements are outputs in
+#: the forward and inputs in the backward; windows move by two. Above one in `issue` is what any window or any dtype
+#: takes.
 BOUNDS: Mapping[str, Bounds] = {
     "pack_kernel": Bounds(own, lambda _: 1 / 8, load=16, store=1, issue=0.45, resident=768),
     "pack_bool_kernel": Bounds(lambda _: 1, lambda _: 1 / 8, load=16, store=2, issue=0.35),
@@ -410,8 +420,8 @@ class Row:
 
 
 def resident_threads(architecture: str, registers: int, shared_bytes: int, threads: int) -> int:
-    """Threads that a multiprocessor holds at once; registers are handed out to warps 256 at a time, shared memory with 1 KB
-    for the system."""
+    """Threads that a multiprocessor holds at once; registers are handed out to warps 256 at a time, shared memory with
+    1 KB for the system."""
     all_registers, all_shared, most = MULTIPROCESSOR[architecture]
     warps = threads // 32
     by_registers = all_registers // (-(-registers * 32 // 256) * 256) // warps
@@ -436,7 +446,9 @@ def judged(code: Code, architecture: str, bounds: Mapping[str, Bounds]) -> Row:
         per_element += loop.instructions * needed / moved if moved else float("inf")
     per_byte = per_element / sum(needs)
     issue = per_byte * BYTES_PER_CYCLE / ISSUED_PER_CYCLE
-    load, store = (max([w for p in parts for w in widths(p)], default=0) for widths in (lambda p: p.loads, lambda p: p.stores))  # fmt: skip
+    load, store = (
+        max([w for p in parts for w in widths(p)], default=0) for widths in (lambda p: p.loads, lambda p: p.stores)
+    )
     divisions = sum(_is_division(text) for _, text in code.instructions)
     resident = resident_threads(architecture, code.registers, code.shared_bytes, limit.threads)
     problems = []
@@ -500,8 +512,15 @@ def rows_of_built(built: Path, names: Sequence[str], architectures: Sequence[str
     if not built.exists():
         raise MonetError(f"{built} is not there: compile it with MONET_LIKE_CUDA=1 python -m monet_like.build")
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([find_cuobjdump(), "-xelf", "all", str(built.resolve())], check=True, cwd=folder, capture_output=True)  # fmt: skip
-        cubins = [(cubin, arch) for cubin in sorted(Path(folder).iterdir()) for arch in architectures if f".sm_{arch}." in cubin.name]  # fmt: skip
+        subprocess.run(
+            [find_cuobjdump(), "-xelf", "all", str(built.resolve())], check=True, cwd=folder, capture_output=True
+        )
+        cubins = [
+            (cubin, arch)
+            for cubin in sorted(Path(folder).iterdir())
+            for arch in architectures
+            if f".sm_{arch}." in cubin.name
+        ]
         if not cubins:
             raise MonetError(
                 f"{built} has no code for sm_{' or sm_'.join(architectures)}: set TORCH_CUDA_ARCH_LIST, build anew"
@@ -511,7 +530,20 @@ def rows_of_built(built: Path, names: Sequence[str], architectures: Sequence[str
     yield from (judged(code, arch, BOUNDS) for code, arch in sorted(wanted, key=lambda one: (one[1], one[0].source)))
 
 
-HEADER = ("arch", "kernel", "per element", "per byte", "issue", "load", "store", "divisions", "registers", "shared", "resident", "problems")  # fmt: skip
+HEADER = (
+    "arch",
+    "kernel",
+    "per element",
+    "per byte",
+    "issue",
+    "load",
+    "store",
+    "divisions",
+    "registers",
+    "shared",
+    "resident",
+    "problems",
+)
 
 
 def cells(row: Row) -> list[str]:
@@ -543,7 +575,14 @@ def markdown(rows: Sequence[Row]) -> str:
 
 @click.command()
 @click.argument("names", nargs=-1)
-@click.option("--arch", "architectures", multiple=True, default=("80", "90"), type=click.Choice(sorted(MULTIPROCESSOR)), help="Compute capability; may be given twice.")  # fmt: skip
+@click.option(
+    "--arch",
+    "architectures",
+    multiple=True,
+    default=("80", "90"),
+    type=click.Choice(sorted(MULTIPROCESSOR)),
+    help="Compute capability; may be given twice.",
+)
 @click.option("--built", is_flag=True, help="Read the library that is built instead of compiling.")
 @click.option("--csv", "as_csv", is_flag=True, help="Rows separated by commas instead of a table.")
 @click.option("--markdown", "into", type=click.Path(path_type=Path, dir_okay=False), help="Also write this file.")

@@ -1,9 +1,9 @@
 """Our CPU kernels against the ATen operators they replace: python -m benchmarks.kernels
 
 A row per kernel, shape, layout and dtype: median milliseconds of both, taken in turns in one process, and their ratio.
-malloc keeps what is freed (`benchmarks.malloc`). In-place ATen operators are used where eager PyTorch would use them. What
-packs and unpacks replaces no operator; it is compared with a copy of what is kept otherwise, and not counted among those
-that are slower.
+malloc keeps what is freed (`benchmarks.malloc`). In-place ATen operators are used where eager PyTorch would use them.
+What packs and unpacks replaces no operator; it is compared with a copy of what is kept otherwise, and not counted among
+those that are slower.
 """
 
 from __future__ import annotations

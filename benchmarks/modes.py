@@ -2,7 +2,8 @@
 
 The step of the best plan found for each of MONeT's twelve modes, against plain PyTorch's, at shares of plain PyTorch's
 peak; with ``--ablation`` nothing is run again, so that what remains is the choice of operators. Costs are those of
-a roofline (A100 rates). ``--write`` puts the tables into benchmarks/results/modes.md, in place of those of the same name.
+a roofline (A100 rates). ``--write`` puts the tables into benchmarks/results/modes.md, in place of those of the same
+name.
 """
 
 from __future__ import annotations

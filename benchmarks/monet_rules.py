@@ -4,8 +4,8 @@ The tables are the plain JSON files of the P100 benchmark (one per model; schema
 them). `read_table` gives a `Program` and its costs; `monet_stages` says a schedule in MONeT's terms (stages, runs,
 keep sets); `judge` replays that by MONeT's rules, on the JSON alone: it shares no code with the planner.
 
-What MONeT's rules count and `monet_like.ir.simulate` does not: in every run, the inputs of the task and all tensors that
-the full forward still reads after it are counted, whether or not they exist.
+What MONeT's rules count and `monet_like.ir.simulate` does not: in every run, the inputs of the task and all tensors
+that the full forward still reads after it are counted, whether or not they exist.
 """
 
 from __future__ import annotations

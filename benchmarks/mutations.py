@@ -142,12 +142,14 @@ def _planned(request: Request, captured: Captured, profile: Profile, share: floa
 # Mutations ------------------------------------------------------------------------------------------------------
 
 _NUMBERS: tuple[Any, ...] = (
-    0, 1, -1, 2, 3, 255, 256, 2**31 - 1, 2**31, 2**32, 2**53, 2**62, 2**63 - 1, 2**63, 2**64, 2**70, 10**300, 10**400, 0.0,
+    0, 1, -1, 2, 3, 255, 256, 2**31 - 1, 2**31, 2**32, 2**53, 2**62, 2**63 - 1, 2**63, 2**64, 2**70, 10**300, 10**400,
+    0.0,
     -0.0, 0.5, -1.5, 1e-320, 1e300, float("inf"), float("-inf"), float("nan"), True, False,
 )  # fmt: skip
 _OTHERS: tuple[Any, ...] = (
     None, "", "x", "0", "\x00", "\ud800", "é" * 50, "a" * 10_000, [], {}, [[]], [1, "1"], {"a": 1}, (), b"", b"bytes",
-    {1: 2}, "normal", "conv", "float64", "int64", "bfloat16", "float32", "channels_last", "dropit0.5", "zeros", "os.system",
+    {1: 2}, "normal", "conv", "float64", "int64", "bfloat16", "float32", "channels_last", "dropit0.5", "zeros",
+    "os.system",
 )  # fmt: skip
 
 
@@ -425,8 +427,8 @@ def summary(outcomes: list[Outcome], seed: int) -> str:
     right = Counter(outcome.kind for outcome in outcomes if outcome.end == "right")
     faults = [outcome for outcome in outcomes if outcome.is_fault]
     lines = [
-        f"{len(outcomes):,} mutations of schedule and profile files (seed {seed}): {counts['refused']:,} refused in one "
-        f"sentence, {counts['right']:,} trained with plain PyTorch's outputs, gradients and buffers to the bit, "
+        f"{len(outcomes):,} mutations of schedule and profile files (seed {seed}): {counts['refused']:,} refused in "
+        f"one sentence, {counts['right']:,} trained with plain PyTorch's outputs, gradients and buffers to the bit, "
         f"{len(faults):,} faults; the slowest took {max(outcome.seconds for outcome in outcomes):.1f} s.",
         *(f"  {kind}: {number:,}, of which {right[kind]:,} trained" for kind, number in sorted(kinds.items())),
         *(f"fault {o.number}: {o.kind}: {o.end}: {o.told[:300]}" for o in faults),

@@ -1,8 +1,9 @@
 """What the first call of a model and the first call of another form cost: python -m benchmarks.new_forms
 
-Each model takes a training step on one batch, and then one on longer or larger inputs. CPU seconds of both steps, side by side:
-`auto_schedule`, which captures, plans and runs, and ``torch.compile(backend="aot_eager")``, which captures and runs. Every pair is a
-process of its own, without kept plans or costs, that has taken both ways with another, tiny model before. Prints Markdown.
+Each model takes a training step on one batch, and then one on longer or larger inputs. CPU seconds of both steps, side
+by side: `auto_schedule`, which captures, plans and runs, and ``torch.compile(backend="aot_eager")``, which captures and
+runs. Every pair is a process of its own, without kept plans or costs, that has taken both ways with another, tiny model
+before. Prints Markdown.
 
     python -m benchmarks.new_forms --models gpt2,unet --rounds 3
 """
@@ -102,7 +103,8 @@ def _step(model: nn.Module, kwargs: dict[str, torch.Tensor]) -> None:
 
 def _ours(model: nn.Module, share: int) -> nn.Module:
     blocks = model.layers if isinstance(model, Blocks) else None
-    return monet_like.auto_schedule(model, memory_budget=f"{share}%", effort="quick", blocks=blocks, verbose=False)  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    return monet_like.auto_schedule(model, memory_budget=f"{share}%", effort="quick", blocks=blocks, verbose=False)
 
 
 def _theirs(model: nn.Module, share: int) -> nn.Module:
@@ -167,7 +169,8 @@ def main(models: str, rounds: int, share: int, one: str) -> None:
             cells.append(f"{ours:.2f} | {theirs:.2f} | {ours / theirs:.2f}")
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
     print(
-        f"\nmedian ratios: first form {statistics.median(ratios[0]):.2f}, second form {statistics.median(ratios[1]):.2f}"
+        f"\nmedian ratios: first form {statistics.median(ratios[0]):.2f}, second form "
+        f"{statistics.median(ratios[1]):.2f}"
     )
 
 

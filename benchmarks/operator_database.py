@@ -2,8 +2,9 @@
 
     python -m benchmarks.operator_database ops --shard 0/4 --samples 2 --out FILE
 
-A sample of an operator is a small model: the inputs that want gradients, times a parameter; the operator; and the sine of its
-results. The databases are PyTorch's tests' (``torch.testing._internal``) and need ``expecttest`` and ``hypothesis``.
+A sample of an operator is a small model: the inputs that want gradients, times a parameter; the operator; and the sine
+of its results. The databases are PyTorch's tests' (``torch.testing._internal``) and need ``expecttest`` and
+``hypothesis``.
 """
 
 from __future__ import annotations
@@ -90,7 +91,9 @@ class Applied(nn.Module):
 
 
 class Contained(nn.Module):
-    """A module on arguments of which those that want gradients are multiplied by a parameter; its results are a tuple."""
+    """A module on arguments of which those that want gradients are multiplied by a parameter; its results
+    are a tuple.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -142,7 +145,10 @@ def operators(
 
 
 def _imported(name: str) -> Any:
-    """A module of PyTorch's tests. Importing one forbids to set flags such as ``torch.backends.cudnn.deterministic``."""
+    """A module of PyTorch's tests.
+
+    Importing one forbids to set flags such as ``torch.backends.cudnn.deterministic``.
+    """
     module = importlib.import_module(f"torch.testing._internal.{name}")
     torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
     return module

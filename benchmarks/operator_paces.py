@@ -1,8 +1,9 @@
 """What share of a card's datasheet its operators reach: python -m benchmarks.operator_paces table
 
-`monet_like.profile.gpu_paces` takes an operator's time to be ``launch + arithmetic * F / R + traffic * B / W``. ``collect`` writes
-the operators that a profile of a GPU timed alone, with what they do on any device; ``table`` fits the factors of every kind to
-them, beside those that are in use, and prints how far times by the latter are from the measured ones. The GPU need not be here.
+`monet_like.profile.gpu_paces` takes an operator's time to be ``launch + arithmetic * F / R + traffic * B / W``.
+``collect`` writes the operators that a profile of a GPU timed alone, with what they do on any device; ``table`` fits
+the factors of every kind to them, beside those that are in use, and prints how far times by the latter are from the
+measured ones. The GPU need not be here.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What the replay itself costs: python -m benchmarks.overhead
 
 Schedules that keep everything and run PyTorch's own operators, beside plain PyTorch: the same operators in the same
-order, so that the ratio of their times is that of the wrapper. Alternating steps in one process, medians. The last model
-is so small that its operators are no longer than the Python between them. Prints Markdown.
+order, so that the ratio of their times is that of the wrapper. Alternating steps in one process, medians. The last
+model is so small that its operators are no longer than the Python between them. Prints Markdown.
 """
 
 from __future__ import annotations

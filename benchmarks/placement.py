@@ -1,11 +1,12 @@
-"""How much memory a step takes from the device: with blocks that PyTorch's allocator chooses, and with tensors placed ahead.
+"""How much memory a step takes from the device: with blocks that PyTorch's allocator chooses, and with tensors placed
+ahead.
 
     python -m benchmarks.placement --models resnet50,vgg16 --shares 60,40 --write
 
-Plans are made by the local search, at the rates of an A100's datasheet. What the allocator takes is worked out, not measured: tensors
-above a MiB go, as in PyTorch's caching allocator, into the smallest free block that is large enough, are cut off where more than
-a MiB is left, and where no block is large enough another one is taken. ``monet_like.reserve`` is one block of the step's peak to
-begin with. The lifetimes are the simulator's.
+Plans are made by the local search, at the rates of an A100's datasheet. What the allocator takes is worked out, not
+measured: tensors above a MiB go, as in PyTorch's caching allocator, into the smallest free block that is large enough,
+are cut off where more than a MiB is left, and where no block is large enough another one is taken.
+``monet_like.reserve`` is one block of the step's peak to begin with. The lifetimes are the simulator's.
 """
 
 from __future__ import annotations
@@ -115,8 +116,10 @@ def in_grains(one: Lifetime) -> Lifetime:
 def main(models: str, shares: str, write: bool) -> None:
     """Print the table."""
     lines = [
-        "# What a step takes from the device", "", "By `python -m benchmarks.placement`, which says how: worked out from the lifetimes of "
-        "tensors above a MiB, not measured.", "", "| model, share of plain PyTorch's peak | most at one time | PyTorch's allocator | "
+        "# What a step takes from the device", "",
+        "By `python -m benchmarks.placement`, which says how: worked out from the lifetimes of tensors above a MiB, "
+        "not measured.", "",
+        "| model, share of plain PyTorch's peak | most at one time | PyTorch's allocator | "
         "after `reserve` | `place_memory` |", "|---|---|---|---|---|",
     ]  # fmt: skip
     print(*lines, sep="\n", flush=True)

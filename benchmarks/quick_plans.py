@@ -1,8 +1,8 @@
 """What a quick plan loses: python -m benchmarks.quick_plans
 
-The quick plan of `auto_schedule` (costs partly estimated, local search) and the full one (all measured, integer program),
-both judged by the simulator on costs that are measured once more, so that neither plan has been fitted to their noise.
-Seconds are wall seconds after the capture. Prints Markdown.
+The quick plan of `auto_schedule` (costs partly estimated, local search) and the full one (all measured, integer
+program), both judged by the simulator on costs that are measured once more, so that neither plan has been fitted to
+their noise. Seconds are wall seconds after the capture. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def main(share: int, seconds: float, allowance: float, models: str) -> None:
     quick_costs.ALLOWANCE_SECONDS = allowance
     print(f"{torch.get_num_threads()} CPU threads, torch {torch.__version__}, budget {share} %\n")
     print(
-        "| model | timed for the quick plan | quick | full | step by the quick plan | by the full plan |\n|---|---|---|---|---|---|"
+        "| model | timed for the quick plan | quick | full | step by the quick plan | by the full plan "
+        "|\n|---|---|---|---|---|---|"
     )
     for name, (make, inputs) in MODELS.items():
         if models not in name:

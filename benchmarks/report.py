@@ -39,7 +39,9 @@ def pareto(points: Sequence[Point]) -> list[Point]:
 
 
 def trusted(points: Sequence[Point]) -> list[Point]:
-    """The points, those that only finite differences speak for not being right where the net of dropout says otherwise."""
+    """The points, those that only finite differences speak for not being right where the net of dropout
+    says otherwise.
+    """
     wrong = {(p.contender, p.setting) for p in points if p.model == PROBE and p.status == "measured" and not p.correct}
     return [
         replace(p, correct=False) if p.checked != PLAIN and (p.contender, p.setting) in wrong else p for p in points
@@ -182,7 +184,9 @@ def _within(what: str, errors: Sequence[float], goal: float) -> str:
 
 
 def _calibrated(point: Point) -> float:
-    """Predicted to measured seconds, both in units of plain PyTorch's: its own error and the machine's pace drop out."""
+    """Predicted to measured seconds, both in units of plain PyTorch's: its own error and the machine's
+    pace drop out.
+    """
     return point.predicted_seconds / point.seconds / _pace(point)
 
 
@@ -262,8 +266,9 @@ def _batches(trials: Sequence[Trial]) -> str:
             times = max(cheap, default=0) / largest[PLAIN]
             verdict = "reached" if times >= BATCH_GOAL else "not reached"
             text += (
-                f"{times:.1f} times plain PyTorch's largest batch at no more than {_share(OVERHEAD_GOAL)} further time per sample, "
-                f"{largest['monet_like'] / largest[PLAIN]:.1f} times at any; the goal of {BATCH_GOAL:.0f} times is {verdict}.\n\n"
+                f"{times:.1f} times plain PyTorch's largest batch at no more than {_share(OVERHEAD_GOAL)} further time "
+                f"per sample, {largest['monet_like'] / largest[PLAIN]:.1f} times at any; the goal of {BATCH_GOAL:.0f} "
+                f"times is {verdict}.\n\n"
             )
     return text
 
@@ -293,7 +298,8 @@ def plot(points: Sequence[Point], title: str, path: Path) -> None:
                 front = pareto(right)
                 axis.plot([p.peak_bytes / MB for p in front], [p.ratio for p in front], line, linewidth=width, **look)
                 axis.plot(
-                    [p.peak_bytes / MB for p in right], [p.ratio for p in right], marker, markersize=size, label=name, **look
+                    [p.peak_bytes / MB for p in right], [p.ratio for p in right], marker,
+                    markersize=size, label=name, **look
                 )  # fmt: skip
             if wrong:
                 label = f"{name}: wrong gradients"
@@ -318,8 +324,8 @@ def write_report(folder: Path, suite: str, points: Sequence[Point], trials: Sequ
         f"# `python -m benchmarks.run --suite {suite}`\n\n"
         f"{threads}, torch {versions}, float32. Every contender in a process of its own, its steps in turn with plain "
         "PyTorch's; peaks count parameters, buffers, gradients and inputs. Where gradients can be checked by finite "
-        "differences only, which small masks hardly change (ConvNeXt's), wrong is also who is wrong in the net of dropout, at "
-        "the end.\n"
+        "differences only, which small masks hardly change (ConvNeXt's), wrong is also who is wrong in the net of "
+        "dropout, at the end.\n"
     )
     if suite == "cpu":
         text += "Steps are timed under a malloc that keeps what is freed, as CUDA's caching allocator does.\n"

@@ -76,8 +76,9 @@ class Trial:
 
     Attributes:
         limit_bytes: what a step may hold.
-        status: fits; died: the process ended at the limit; over: it lived, by what malloc had kept, and its tensors took
-            more; refused: there is no schedule; not found: no schedule in the solver's time; failed before any limit.
+        status: fits; died: the process ended at the limit; over: it lived, by what malloc had kept, and its tensors
+            took more; refused: there is no schedule; not found: no schedule in the solver's time; failed before any
+            limit.
         seconds, plain_seconds: of a step at this batch, and of plain PyTorch's at ``plain_batch``, taking turns.
         peak_bytes: of a step without the limit; 0: it never took one.
         torch: its version.

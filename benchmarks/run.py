@@ -50,7 +50,8 @@ ESSENTIAL = (PLAIN, "checkpoint per block", "torch.compile budget", "monet_like"
 FURTHER = 3
 #: Batches that are tried, at most, for one contender.
 TRIALS = 12
-#: A trial's steps may take so long, or three turns: at the least memory of all a step can take 50 times plain PyTorch's.
+#: A trial's steps may take so long, or three turns: at the least memory of all a step can take 50 times plain
+#: PyTorch's.
 LONG_SECONDS = 60.0
 
 
@@ -266,10 +267,10 @@ def _largest(suite: Suite, plain: Running, name: str, setting: str, limit: int) 
 def _batches(suite: Suite, model: str, base: int, name: str, setting: str, limit: int) -> Generator[int, Trial, None]:
     """What to try next, until one fits and one not much larger does not.
 
-    What keeps and runs the same at every batch has peaks that lie on a line: the next guess is where it meets the limit,
-    and a little more where that fits. What is planned for the limit takes all of it at any batch: from the goal up in
-    steps of a third, or halfway down to plain PyTorch's, then halfway between what fits and what does not; so is what dies
-    at the limit though its tensors would fit.
+    What keeps and runs the same at every batch has peaks that lie on a line: the next guess is where it meets the
+    limit, and a little more where that fits. What is planned for the limit takes all of it at any batch: from the goal
+    up in steps of a third, or halfway down to plain PyTorch's, then halfway between what fits and what does not; so is
+    what dies at the limit though its tensors would fit.
     """
     plain = suite.plain(model, base)
     peaks = {0: plain.static_bytes}  # the inputs of ``base`` among it, which are little

@@ -2,9 +2,9 @@
 
     python -m benchmarks.table --write docs/measured.md
 
-What is gained over all models; of every one the peak and the step of plain PyTorch, of others and of ours; where the plot
-is; how near the predictions were; and the largest batches under a limit: all of the device where the most models were
-measured. With ``--write`` they go between the file's two markers.
+What is gained over all models; of every one the peak and the step of plain PyTorch, of others and of ours; where the
+plot is; how near the predictions were; and the largest batches under a limit: all of the device where the most models
+were measured. With ``--write`` they go between the file's two markers.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ def figures(folder: Path, place: Path = ROOT) -> str:
     parts += [f"Predicted and measured: {accuracy(found)}"] if found else []
     parts.append(f"All contenders, settings and reasons: [{folder.name}]({links}/rivals.md).")
     if trials:
-        said = "The largest batch in a process that may hold what plain PyTorch's own takes and 5 % more, and time per sample"
+        said = (
+            "The largest batch in a process that may hold what plain PyTorch's own takes and 5 % more, and time per "
+            "sample"
+        )
         parts += [f"{said} against plain PyTorch's (-: none measured):", _batches(trials)]
     return "\n\n".join(parts)
 
@@ -71,7 +74,8 @@ def _gained(points: Sequence[Point], trials: Sequence[Trial]) -> list[str]:
     said = []
     if shares:
         said.append(
-            f"* Memory, at most {100 * SAME_TIME:g} % slower than plain PyTorch: {_range(shares, '.0f', ' %', 'of its peak')}"
+            f"* Memory, at most {100 * SAME_TIME:g} % slower than plain PyTorch: "
+            f"{_range(shares, '.0f', ' %', 'of its peak')}"
         )
     if times:
         slower = f"at most {100 * OVERHEAD_GOAL:.0f} % slower per sample"
@@ -180,7 +184,9 @@ def _largest(trials: Iterable[Trial]) -> Trial | None:
 
 
 def fullest() -> Path | None:
-    """Of the folders of all devices the one with points and largest batches of the most models, then with most of them."""
+    """Of the folders of all devices the one with points and largest batches of the most models, then with
+    most of them.
+    """
 
     def count(folder: Path) -> tuple[int, int]:
         both = read_rows(folder / "points.csv", Point), read_rows(folder / "batches.csv", Trial)

@@ -1,11 +1,12 @@
-"""Trains classes of Transformers, built small, with and without a schedule, and compares losses, gradients and buffers to the bit.
+"""Trains classes of Transformers, built small, with and without a schedule, and compares losses, gradients and buffers
+to the bit.
 
     python -m benchmarks.transformers_classes                          all classes for text and images
-    python -m benchmarks.transformers_classes --shard 3/8 --out 3.jsonl   every eighth class, from the fourth on; one line of JSON each
-    python -m benchmarks.transformers_classes --only Llama,T5          classes whose names begin so
+    python -m benchmarks.transformers_classes --shard 3/8 --out 3.jsonl   every eighth class, from the fourth on; one
+    line of JSON each python -m benchmarks.transformers_classes --only Llama,T5          classes whose names begin so
 
-Each class takes two steps of SGD by a random schedule that recomputes much. What plain PyTorch cannot build or train in this size is
-counted as invalid.
+Each class takes two steps of SGD by a random schedule that recomputes much. What plain PyTorch cannot build or train in
+this size is counted as invalid.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Inductor's code for the CPU without its kernels: the same buffers, allocated and freed at the same places.
 
-What a step of compiled code allocates is decided by the Python wrapper that Inductor writes. Compiling its C++ kernels takes
-minutes and changes none of it: a kernel writes into buffers that the wrapper gives it, and its own scratch memory does not come
-from PyTorch's allocator. So for a peak the kernels are left out: each of them fills what it should write with zeros. Products,
-convolutions and attention are PyTorch's operators and run as always. Values are wrong, which no peak depends on.
+What a step of compiled code allocates is decided by the Python wrapper that Inductor writes. Compiling its C++ kernels
+takes minutes and changes none of it: a kernel writes into buffers that the wrapper gives it, and its own scratch memory
+does not come from PyTorch's allocator. So for a peak the kernels are left out: each of them fills what it should write
+with zeros. Products, convolutions and attention are PyTorch's operators and run as always. Values are wrong, which no
+peak depends on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Verdicts of sweeps over many models: what judging raises, a line of JSON for each, a table of all, and the exit code."""
+"""Verdicts of sweeps over many models: what judging raises, a line of JSON for each, a table of all, and
+the exit code.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from rich.table import Table
 
 #: What may become of a model, the good ones first.
 RIGHT, ROUNDING, VALUES, REFUSED, INVALID, NO_GRADIENT, RANDOM, SLOW, WRONG, CRASHED = STATUSES = (
-    "right", "rounding", "depends on values", "refused", "invalid in plain PyTorch", "no gradient", "differs from itself", "slow",
+    "right", "rounding", "depends on values", "refused", "invalid in plain PyTorch", "no gradient",
+    "differs from itself", "slow",
     "wrong", "crashed",
 )  # fmt: skip
 #: Those of which a table tells no reasons.
@@ -98,7 +101,9 @@ def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 
 def summary(found: list[Verdict], title: str) -> Table:
-    """A table of verdicts, with their reasons; numbers and names in these are left out, so that the same ones are counted together."""
+    """A table of verdicts, with their reasons; numbers and names in these are left out, so that the same ones are
+    counted together.
+    """
     table = Table(title=title)
     table.add_column("verdict")
     table.add_column("models", justify="right")
@@ -115,7 +120,8 @@ def summary(found: list[Verdict], title: str) -> Table:
 
 
 def report(verdicts: Iterable[Verdict], of: str, out: Path | None) -> None:
-    """Write a line of JSON for each verdict as it comes, print the table, and exit with code 1 if one is wrong or crashed.
+    """Write a line of JSON for each verdict as it comes, print the table, and exit with code 1 if one is wrong or
+    crashed.
 
     Args:
         of: what was judged, for the title.

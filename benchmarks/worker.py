@@ -41,9 +41,9 @@ from monet_like.replay.verify.steps import (
     train_step,
 )
 
-#: Share of the loss by which weights are moved to see how it changes, and how far off the change may be: plain PyTorch's
-#: own gradients are up to 0.7 % off in float32 (MobileNetV2; moved by 0.3 % 1.6, by 0.003 % 2.1), those of other masks
-#: more than 10.
+#: Share of the loss by which weights are moved to see how it changes, and how far off the change may be: plain
+#: PyTorch's own gradients are up to 0.7 % off in float32 (MobileNetV2; moved by 0.3 % 1.6, by 0.003 % 2.1), those of
+#: other masks more than 10.
 MOVED, MOST_OFF = {torch.float32: 1e-3, torch.float64: 1e-6}, {torch.float32: 2e-2, torch.float64: 1e-4}
 
 

@@ -1,4 +1,7 @@
-"""How the manual is built: `sphinx-build -W --keep-going docs build/manual`. Warnings are errors; nothing is fetched."""
+"""How the manual is built: `sphinx-build -W --keep-going docs build/manual`.
+
+Warnings are errors; nothing is fetched.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,8 @@ napoleon_use_ivar = True  # else a dataclass's fields are described twice
 
 pictures.draw_all(HERE / "_pictures")
 
-# The benchmarks' tables and the zoo's lie outside this folder, where links must find them in a checkout; here they are pages too.
+# The benchmarks' tables and the zoo's lie outside this folder, where links must find them in a checkout; here they are
+# pages too.
 RESULTS = "../benchmarks/results"
 shutil.rmtree(HERE / "_results", ignore_errors=True)
 shutil.copytree(HERE / RESULTS, HERE / "_results")

@@ -1,6 +1,8 @@
-"""A decoder sharded by FSDP2 whose layers have schedules under one budget: torchrun --nproc-per-node 2 examples/fsdp2.py
+"""A decoder sharded by FSDP2 whose layers have schedules under one budget: torchrun --nproc-per-node 2
+examples/fsdp2.py
 
-The loop has the shape of torchtitan's: schedules first, then `fully_shard` on each layer and on the model; the first step plans.
+The loop has the shape of torchtitan's: schedules first, then `fully_shard` on each layer and on the model; the first
+step plans.
 """
 
 import argparse

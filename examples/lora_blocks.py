@@ -1,6 +1,8 @@
-"""LoRA on a Llama of Hugging Face, sharded by FSDP2, with a schedule for every layer: torchrun --nproc-per-node 2 examples/lora_blocks.py
+"""LoRA on a Llama of Hugging Face, sharded by FSDP2, with a schedule for every layer: torchrun --nproc-per-node 2
+examples/lora_blocks.py
 
-Frozen weights and adapters are in one group, so they need one dtype. Only the adapters get gradients and optimizer state.
+Frozen weights and adapters are in one group, so they need one dtype. Only the adapters get gradients and optimizer
+state.
 """
 
 import argparse

@@ -3,8 +3,9 @@
     monet-like export mine.pkl --to torchtitan --model net.py:make_model
     MONET_LIKE_POLICY=mine.torchtitan.json torchrun ... --compile.memory_policy monet_like
 
-Import this file before the trainer starts. The graph trainer keeps sharding, collectives and CUDA graphs to itself; it asks this
-policy for a tag on each forward operator. It recomputes just before a result is read, so its peak is not the file's.
+Import this file before the trainer starts. The graph trainer keeps sharding, collectives and CUDA graphs to itself; it
+asks this policy for a tag on each forward operator. It recomputes just before a result is read, so its peak is not the
+file's.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ def monet_like_policy(gm: fx.GraphModule, *, config: Any) -> fx.GraphModule:
 def tagged(gm: fx.GraphModule, plan: SelectivePlan) -> fx.GraphModule:
     """Tag every forward operator of the plan's regions: saved, or recomputed.
 
-    The n-th call of an operator in a region has the answer of the n-th in the plan. Operators that the plan does not know, such as
-    collectives, are recomputed where their results are not used outside of the region. Random draws are always saved: the
-    graph trainer cannot repeat them.
+    The n-th call of an operator in a region has the answer of the n-th in the plan. Operators that the plan does not
+    know, such as collectives, are recomputed where their results are not used outside of the region. Random draws are
+    always saved: the graph trainer cannot repeat them.
 
     Raises:
         UsageError: a region calls a saved operator more or less often than the plan.
@@ -65,8 +66,8 @@ def tagged(gm: fx.GraphModule, plan: SelectivePlan) -> fx.GraphModule:
     for (module, op), known in answers.items():
         if any(known) and calls[module, op] != len(known):
             raise UsageError(
-                f"the graph calls {op} {calls[module, op]} times in {module or 'the model'}, the plan {len(known)} times; plan "
-                "with the dtype, inputs and attention that the trainer has"
+                f"the graph calls {op} {calls[module, op]} times in {module or 'the model'}, the plan {len(known)} "
+                "times; plan with the dtype, inputs and attention that the trainer has"
             )
     for node, module in region_of.items():
         outside = any(not _is_backward(user) and region_of[user] != module for user in node.users)

@@ -1,4 +1,7 @@
-"""Entry points of the commands, also ``python -m monet_like``. Ctrl-C ends them without a traceback, even during imports."""
+"""Entry points of the commands, also ``python -m monet_like``.
+
+Ctrl-C ends them without a traceback, even during imports.
+"""
 
 from __future__ import annotations
 

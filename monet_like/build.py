@@ -35,8 +35,8 @@ from typing import Any
 
 from monet_like.toolchain import CudaAllocator, KernelBuildError, Toolchain, find_ninja, source_directory, toolchain
 
-# Products and sums must stay apart where the code keeps them apart: bit-equality with ATen depends on it. Operations that ATen's
-# CUDA kernels fuse is fused in the source.
+# Products and sums must stay apart where the code keeps them apart: bit-equality with ATen depends on it. Operations
+# that ATen's CUDA kernels fuse is fused in the source.
 _COMMON_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off")
 _CXX_FLAGS = ("-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 _OPERATOR_FLAGS = ("-O1",)  # what calls ATen has no loops of its own
@@ -52,7 +52,9 @@ _NVCC_FLAGS = (
 
 
 def library_path(part: str = "kernels") -> Path:
-    """Path of a compiled library, built or not: ``kernels``, ``kernels_cuda``, ``kernels_cudnn``, ``search``, ``arena``, ``arena_cuda``."""
+    """Path of a compiled library, built or not: ``kernels``, ``kernels_cuda``, ``kernels_cudnn``, ``search``,
+    ``arena``, ``arena_cuda``.
+    """
     return Path(__file__).resolve().parent / "lib" / f"monet_like_{part}.so"
 
 
@@ -118,7 +120,9 @@ def _unless_it_fails(command: Sequence[str], library: Path, show: bool) -> list[
 
 
 def _operators(source: Path) -> str:
-    """The text of one file that includes all that call ATen: its headers and torch/library.h take 8 seconds in each file."""
+    """The text of one file that includes all that call ATen: its headers and torch/library.h take 8 seconds in each
+    file.
+    """
     paths = [source / "ops.cpp", *sorted(source.glob("cpu/*.cpp"))]
     return "".join(f'#include "{path.as_posix()}"\n' for path in paths)
 

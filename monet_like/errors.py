@@ -50,7 +50,8 @@ class CaptureError(MonetError):
     """The model cannot be turned into a program of operators.
 
     Attributes:
-        of_values: because of what tensors contain, not of how the model is written elsewhere: parts of it may be captured.
+        of_values: because of what tensors contain, not of how the model is written elsewhere: parts of it may be
+            captured.
     """
 
     of_values: bool = False

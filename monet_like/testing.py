@@ -67,9 +67,9 @@ def check_variant(
 ) -> VariantCheck:
     """Run training steps of a model by random schedules that take a variant, and compare them with plain PyTorch's.
 
-    A step's loss is the mean of the squares of all outputs. Outputs, the gradients of parameters and inputs, and buffers
-    are compared tensor by tensor. The schedules also run operators again and take the package's own variants that are
-    exact to the bit.
+    A step's loss is the mean of the squares of all outputs. Outputs, the gradients of parameters and inputs, and
+    buffers are compared tensor by tensor. The schedules also run operators again and take the package's own variants
+    that are exact to the bit.
 
     Args:
         offer: the function that adds the variant, as for `monet_like.register_variant`, registered or not; or the name
@@ -87,8 +87,8 @@ def check_variant(
         captured, added = _with_variant(capture(model, *example), name)
     if not added:
         raise UsageError(
-            f"variant {name} adds nothing to the program of {type(model).__name__}: give a model, in train mode, with the "
-            "operators that it is for"
+            f"variant {name} adds nothing to the program of {type(model).__name__}: give a model, in train mode, with "
+            "the operators that it is for"
         )
     plain = everything_after_a_step(copy.deepcopy(model), example)
     worst: dict[str, Verdict] = {}
@@ -153,6 +153,7 @@ def _record(captured: Captured, schedule: Schedule, model: nn.Module, example: E
     inputs = input_specs(*example)
     device = device_of(model, example)
     return ScheduleRecord(
-        schedule, type(model).__name__, inputs, "normal", 1, captured.program.fingerprint, device.type, {}, 0, 0.0, 0, 0.0,
+        schedule, type(model).__name__, inputs, "normal", 1, captured.program.fingerprint, device.type, {}, 0, 0.0, 0,
+        0.0,
         "none", "made", autocast=autocast_name(device), layout=weights_layout(model),
     )  # fmt: skip

@@ -98,7 +98,9 @@ def find_ninja() -> str:
 
 
 def find_nvcc() -> str | None:
-    """The CUDA compiler: of $CUDA_HOME, from the PATH, in the usual place, or pip's; the first of torch's major version, else the first."""
+    """The CUDA compiler: of $CUDA_HOME, from the PATH, in the usual place, or pip's; the first of torch's major
+    version, else the first.
+    """
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     folders = [*([f"{home}/bin"] if home else []), None, _USUAL, *(f"{root}/bin" for root in _cuda_from_pip())]
     found = [path for path in (shutil.which("nvcc", path=folder) for folder in folders) if path]
@@ -106,7 +108,10 @@ def find_nvcc() -> str | None:
 
 
 def nvcc_is_wanted() -> bool:
-    """Whether the CUDA kernels are to be compiled, no compiler fits, and pip has one: from CUDA 13 on. For install.sh."""
+    """Whether the CUDA kernels are to be compiled, no compiler fits, and pip has one: from CUDA 13 on.
+
+    For install.sh.
+    """
     import torch
 
     asked, nvcc = _asked_for(None), find_nvcc()
@@ -123,7 +128,10 @@ def _cuda_from_pip() -> Iterator[Path]:
 
 
 def _misfit(nvcc: str) -> str:
-    """Why a CUDA compiler does not fit torch, in words; "" if it does. Minor versions of CUDA are compatible, major ones are not."""
+    """Why a CUDA compiler does not fit torch, in words; "" if it does.
+
+    Minor versions of CUDA are compatible, major ones are not.
+    """
     try:
         import torch
     except ImportError:
@@ -138,7 +146,9 @@ def _misfit(nvcc: str) -> str:
 
 
 def _cuda_runtime(nvcc: str) -> tuple[str, ...]:
-    """Flags that link the CUDA runtime, by its full name: pip's packages have no ``libcudart.so`` beside ``libcudart.so.13``."""
+    """Flags that link the CUDA runtime, by its full name: pip's packages have no ``libcudart.so`` beside
+    ``libcudart.so.13``.
+    """
     import torch
 
     name = f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}"
@@ -239,7 +249,9 @@ def toolchain(cuda: bool | None) -> Toolchain:
 
 
 def _asked_for(cuda: bool | None) -> bool | None:
-    """Whether the CUDA sources are to be compiled as far as that was said, by ``cuda`` or $MONET_LIKE_CUDA; None: it was not."""
+    """Whether the CUDA sources are to be compiled as far as that was said, by ``cuda`` or $MONET_LIKE_CUDA; None: it
+    was not.
+    """
     said = os.environ.get("MONET_LIKE_CUDA", "")
     return said.lower() not in ("0", "off", "false", "no") if cuda is None and said else cuda
 

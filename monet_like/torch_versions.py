@@ -6,7 +6,8 @@ import functools
 
 from .errors import warn_caller
 
-#: All tests pass with these. CI runs the essential ones with the oldest, and with the newest that the package index has.
+#: All tests pass with these. CI runs the essential ones with the oldest, and with the newest that the package index
+#: has.
 TESTED = ((2, 11), (2, 14), (2, 15))
 
 
@@ -25,7 +26,8 @@ def untested() -> str:
     newest, tested = _named(release()), ", ".join(map(_named, TESTED))
     return (
         f"PyTorch {newest} is newer than those that monet_like is tested with ({tested}): memory may differ from its "
-        f'prediction, and steps may be refused; install "torch<{_named((max(TESTED)[0], max(TESTED)[1] + 1))}", or a newer monet_like'
+        f'prediction, and steps may be refused; install "torch<{_named((max(TESTED)[0], max(TESTED)[1] + 1))}", or a '
+        "newer monet_like"
     )
 
 

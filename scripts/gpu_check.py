@@ -91,8 +91,8 @@ def _images(batch: int, *extents: int) -> tuple[InputSpec, ...]:
     return (InputSpec((batch, *extents), "float32"),)
 
 
-#: MONeT's five nets at its batches, decoders in bfloat16 and a 3-D U-Net. Where convolutions' workspaces are most of the
-#: peak, other algorithms are what makes a budget possible.
+#: MONeT's five nets at its batches, decoders in bfloat16 and a 3-D U-Net. Where convolutions' workspaces are most of
+#: the peak, other algorithms are what makes a budget possible.
 FIRST = (
     Work("torchvision.models.resnet50()", _images(184, 3, 224, 224), "", ALL, ("10", "9", "8", "7", "6", "5", "4")),
     Work(
@@ -124,9 +124,9 @@ class Replay:
 
     Attributes:
         profile: device the costs are from, on which predictions depend.
-        gradient_error: of all gradients together, relative, in the 2-norm, of steps `in_float32`; ``rounding``: that of plain PyTorch with
-            weights changed in the last places. ``wrong``: the gradients that are not plain PyTorch's, by
-            `monet_like.replay.verify.comparison`.
+        gradient_error: of all gradients together, relative, in the 2-norm, of steps `in_float32`; ``rounding``: that of
+            plain PyTorch with weights changed in the last places. ``wrong``: the gradients that are not plain
+            PyTorch's, by `monet_like.replay.verify.comparison`.
         reserved_bytes: by the caching allocator, which had one block to begin with.
         placed_reserved_bytes, placed_seconds: the same, and the step, after `monet_like.place_memory`; 0: not compiled.
     """
@@ -179,8 +179,9 @@ def on_device(gradients: Tensors, device: torch.device) -> Tensors:
 def in_float32(mode: str = "") -> Iterator[None]:
     """Convolutions in float32, and, unless a mode names algorithms, by some that give the same bits each time.
 
-    By default PyTorch computes them in TF32, whose rounding is 8,192 times as coarse: gradients of a deep net with batch
-    norm then differ by a third from those of weights changed in the last place, and comparing them would show nothing.
+    By default PyTorch computes them in TF32, whose rounding is 8,192 times as coarse: gradients of a deep net with
+    batch norm then differ by a third from those of weights changed in the last place, and comparing them would show
+    nothing.
     """
     cudnn = torch.backends.cudnn
     before = cudnn.allow_tf32, cudnn.deterministic
@@ -252,7 +253,9 @@ def beside(plain: Plain, model: nn.Module, steps: int) -> tuple[int, int, list[f
 
 
 def checkpointed(record: ScheduleRecord, plain: Plain, steps: int) -> Iterator[Replay]:
-    """``torch.utils.checkpoint`` around every block, beside plain PyTorch; nothing if the model has none that we know."""
+    """``torch.utils.checkpoint`` around every block, beside plain PyTorch; nothing if the model has none
+    that we know.
+    """
     model = copy.deepcopy(plain.model)
     blocks = [module for module in model.modules() if type(module).__name__ in BLOCKS]
     if not blocks:
@@ -263,7 +266,8 @@ def checkpointed(record: ScheduleRecord, plain: Plain, steps: int) -> Iterator[R
     peak, reserved, seconds = beside(plain, model, steps)
     yield Replay(
         f"{work_of(record).name}: checkpoint per block", "measured", record.model, record.inputs[0].shape[0],
-        plain_peak_bytes=plain.peak_bytes + record.cublas_bytes, peak_bytes=peak + record.cublas_bytes, reserved_bytes=reserved,
+        plain_peak_bytes=plain.peak_bytes + record.cublas_bytes, peak_bytes=peak + record.cublas_bytes,
+        reserved_bytes=reserved,
         plain_seconds=seconds[0], seconds=seconds[1],
     )  # fmt: skip
 
@@ -290,7 +294,8 @@ def replay(name: str, record: ScheduleRecord, plain: Plain, steps: int) -> Repla
     wrong = "; ".join(reasons[:3]) + (f"; and {len(reasons) - 3} more" if len(reasons) > 3 else "")
     return Replay(
         name, "measured", record.model, record.inputs[0].shape[0], record.budget_bytes, record.device,
-        plain.peak_bytes + record.extra_bytes, peak + record.extra_bytes, record.peak_bytes, reserved, seconds[0], seconds[1], record.plain_seconds, record.seconds,
+        plain.peak_bytes + record.extra_bytes, peak + record.extra_bytes, record.peak_bytes, reserved, seconds[0],
+        seconds[1], record.plain_seconds, record.seconds,
         error, plain.rounding, wrong, *placed,
     )  # fmt: skip
 
@@ -313,7 +318,8 @@ def profile(work: Work, device: torch.device, folder: Path) -> tuple[str, Captur
     """Measure a model's operators at this batch and write the file that solve.py takes, adding to what it has.
 
     Returns:
-        A line on what was done, with the program's fingerprint: what is captured elsewhere for this card should have it. And that program.
+        A line on what was done, with the program's fingerprint: what is captured elsewhere for this card should have
+        it. And that program.
     """
     started = time.monotonic()
     with device:
@@ -330,8 +336,8 @@ def profile(work: Work, device: torch.device, folder: Path) -> tuple[str, Captur
     costs, note = measured_costs(request, captured, device, known=known)
     to_profile(costs, device, note or f"measured at batch {batch}").save(path)
     line = (
-        f"{path.name}: {len(costs) - len(known)} operators in {time.monotonic() - started:.0f} s, {capture_seconds:.0f} s of "
-        f"it the capture; program {captured.program.fingerprint[:12]}"
+        f"{path.name}: {len(costs) - len(known)} operators in {time.monotonic() - started:.0f} s, "
+        f"{capture_seconds:.0f} s of it the capture; program {captured.program.fingerprint[:12]}"
     )
     return line, replace(captured, reads=None, undelayed=None)  # which would hold the model
 
@@ -395,7 +401,8 @@ def render(device: torch.device, rows: Sequence[Replay], stages: str, lines: Seq
     """The report."""
     text = f"# `scripts/gpu_check.sh`: {device_name(device)}\n\ntorch {torch.__version__}.\n\n```\n{stages}```\n\n"
     text += (
-        "| schedule | budget | plain peak | peak | predicted | reserved | placed: reserved | step | plain step | step | overhead | "
+        "| schedule | budget | plain peak | peak | predicted | reserved | placed: reserved | step | plain step | step "
+        "| overhead | "
         "predicted | gradients off |\n" + "|---" * 13 + "|\n"
     )
     for row in rows:
@@ -413,9 +420,9 @@ def render(device: torch.device, rows: Sequence[Replay], stages: str, lines: Seq
                 f"{row.gradient_error:.0e}, rounding {row.rounding:.0e}",
             ]  # fmt: skip
         text += (
-            f"| {row.file} | {planned[0]} | {row.plain_peak_bytes / MB:,.0f} MB | {row.peak_bytes / MB:,.0f} MB | {planned[1]} | "
-            f"{row.reserved_bytes / MB:,.0f} MB | {placed} | {1e3 * row.plain_seconds:,.1f} ms | {1e3 * row.seconds:,.1f} ms | "
-            f"{100 * over:+.1f} % | {told} | {planned[2]} |\n"
+            f"| {row.file} | {planned[0]} | {row.plain_peak_bytes / MB:,.0f} MB | {row.peak_bytes / MB:,.0f} MB | "
+            f"{planned[1]} | {row.reserved_bytes / MB:,.0f} MB | {placed} | {1e3 * row.plain_seconds:,.1f} ms | "
+            f"{1e3 * row.seconds:,.1f} ms | {100 * over:+.1f} % | {told} | {planned[2]} |\n"
         )
     if any(row.profile not in ("", device_name(device)) for row in rows):
         text += "\nTimes predicted from other devices' costs are not this device's.\n"

@@ -1,7 +1,8 @@
 """Counts the package's modules and imports: python scripts/house.py
 
-An arrow leads from a module to one that it imports, wherever the import stands: at the top, in a function or for types only.
-A box is a module at the package's root, or a folder; its floor is one more than the highest floor that it imports.
+An arrow leads from a module to one that it imports, wherever the import stands: at the top, in a function or for types
+only. A box is a module at the package's root, or a folder; its floor is one more than the highest floor that it
+imports.
 """
 
 from __future__ import annotations
@@ -131,7 +132,8 @@ def main() -> None:
     print(f"boxes {len(boxes(graph))}, arrows between them {boxes(graph).number_of_edges()}, floors {floors(graph)}")
     print(f"circles {len(circles(graph))}, arrows against the order {len(upward(graph))}")
     print(
-        f"files over 400 lines {len(long)}: {', '.join(f'{n} {c}' for n, c in sorted(long.items(), key=lambda x: -x[1]))}"
+        f"files over 400 lines {len(long)}: "
+        f"{', '.join(f'{n} {c}' for n, c in sorted(long.items(), key=lambda x: -x[1]))}"
     )
     print(f"modules {len(files)}, lines {sum(lines.values())}")
 

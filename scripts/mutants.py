@@ -4,8 +4,9 @@
     python -m scripts.mutants call_keys Held  # those with one of these words in their file, text or test
     python -m scripts.mutants --every 20      # each twentieth
 
-A fault is a replaced text, mostly a check that is left out: a part of a step's key, a guard, a refusal. `scripts/mutants_list.py` has
-them. No file is changed: a process imports the package with the text replaced. Every test is run once without a fault, and must pass.
+A fault is a replaced text, mostly a check that is left out: a part of a step's key, a guard, a refusal.
+`scripts/mutants_list.py` has them. No file is changed: a process imports the package with the text replaced. Every test
+is run once without a fault, and must pass.
 """
 
 from __future__ import annotations

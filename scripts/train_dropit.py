@@ -60,7 +60,9 @@ def digits() -> tuple[Images, Images]:
 
 
 def in_fewer_bits(captured: Captured, word: str) -> Schedule:
-    """Plain PyTorch's schedule, but everything that has a copy is kept as that and made again where it is read first."""
+    """Plain PyTorch's schedule, but everything that has a copy is kept as that and made again where it is
+    read first.
+    """
     program, schedule = captured.program, store_all(captured.program)
     packs = [p for p, task in enumerate(program.tasks) if task.variant == f"{word}.pack"]
     restores = {task.writes[0]: p for p, task in enumerate(program.tasks) if task.variant == f"{word}.restore"}
@@ -171,8 +173,8 @@ def main(models: str, seeds: int, epochs: str, batch: int, out: Path | None, log
     writer, data = tensorboard(log_dir), digits()
     lines = [
         f"`python scripts/train_dropit.py --models {models} --seeds {seeds} --epochs {epochs} --batch {batch}`: "
-        f"scikit-learn's digits at {SIDE} x {SIDE}, {len(data[0][0])} to train, {len(data[1][0])} to test, trained from "
-        f"scratch by AdamW; mean and standard deviation over {seeds} seeds.",
+        f"scikit-learn's digits at {SIDE} x {SIDE}, {len(data[0][0])} to train, {len(data[1][0])} to test, trained "
+        f"from scratch by AdamW; mean and standard deviation over {seeds} seeds.",
         "",
         "| model | caches | test accuracy | lowest, highest | bytes a batch | seconds an epoch |",
         "|---|---|---|---|---|---|",

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-# One thread for each test process: several share the cores, and how many threads oneDNN has decides which kernels it takes
-# and how much they need, so with another number a test would meet another program.
+# One thread for each test process: several share the cores, and how many threads oneDNN has decides which kernels it
+# takes and how much they need, so with another number a test would meet another program.
 os.environ.setdefault("MONET_LIKE_LIGER", "0")  # programs are the same, wherever Liger is installed
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -49,8 +49,8 @@ def _asks_for_slow(config: pytest.Config) -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave slow tests out, unless ``--all``, ``-m`` or the name of a test asks for them.
 
-    ``@pytest.mark.slow(but=["tied"])`` marks all cases of a test but these; ``slow(every=10)`` all but each tenth. The folders with
-    the longest tests come first, so that no process is left alone with one at the end.
+    ``@pytest.mark.slow(but=["tied"])`` marks all cases of a test but these; ``slow(every=10)`` all but each tenth. The
+    folders with the longest tests come first, so that no process is left alone with one at the end.
     """
     items.sort(key=lambda item: item.path.parent.name not in LONGEST)
     seen: Counter[str] = Counter()
@@ -72,14 +72,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What is loaded is no garbage: else each collection, which planning of blocks asks for, would look at all of it."""
+    """What is loaded is no garbage: else each collection, which planning of blocks asks for, would look
+    at all of it.
+    """
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _forgotten() -> None:
-    """Nor is what earlier modules have left, such as PyTorch's caches: collections took half of the time of tests that plan blocks."""
+    """Nor is what earlier modules have left, such as PyTorch's caches: collections took half of the time of tests that
+    plan blocks.
+    """
     gc.collect()
     gc.freeze()
 

@@ -1,4 +1,7 @@
-"""ResNet-1001 for CIFAR (He et al. 2016, "Identity mappings"), as MODEL: ``benchmarks/models/resnet1001.py:resnet1001``."""
+"""ResNet-1001 for CIFAR (He et al.
+
+2016, "Identity mappings"), as MODEL: ``benchmarks/models/resnet1001.py:resnet1001``.
+"""
 
 from __future__ import annotations
 

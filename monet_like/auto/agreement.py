@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from ..errors import InfeasibleError, MonetError
 
-#: How the processes of the default group plan. ``alone``: each for itself, whenever it likes. ``same``: the first one plans for
-#: all. ``own``: each has a plan of its own, but they rehearse together, because the step of one needs the others, as in a
-#: pipeline; an error of one is raised in all.
+#: How the processes of the default group plan. ``alone``: each for itself, whenever it likes. ``same``: the first one
+#: plans for all. ``own``: each has a plan of its own, but they rehearse together, because the step of one needs the
+#: others, as in a pipeline; an error of one is raised in all.
 Sharing = Literal["alone", "same", "own"]
 
 
@@ -25,7 +25,8 @@ def planned_by(work: Callable[[], Any], sharing: Sharing) -> Any:
     """The result of ``work``: the first process's for all, or each process's own.
 
     Args:
-        work: returns plain data that JSON can hold. If processes share anything, what it raises in one is raised in all.
+        work: returns plain data that JSON can hold. If processes share anything, what it raises in one is raised in
+            all.
     """
     if sharing == "alone" or processes() == 1:
         return _plain(work())
@@ -67,12 +68,16 @@ def all_do(work: Callable[[], Any], sharing: Sharing) -> Any:
 
 
 def all_agree(flag: bool, sharing: Sharing) -> bool:
-    """Whether it holds in every process; each one's own word unless they have plans of their own and rehearse together."""
+    """Whether it holds in every process; each one's own word unless they have plans of their own and
+    rehearse together.
+    """
     return all(gathered(flag, "same")) if sharing == "own" else flag
 
 
 def gathered(mine: Any, sharing: Sharing) -> list[Any]:
-    """The plain data that every process gives, in the order of their ranks; just this one's if plans are not the same."""
+    """The plain data that every process gives, in the order of their ranks; just this one's if plans are
+    not the same.
+    """
     if sharing != "same" or processes() == 1:
         return [_plain(mine)]
     sent: list[Any] = [None] * processes()

@@ -65,41 +65,43 @@ def auto_schedule(
         model: on the device it will train on; in training mode, if there are example inputs.
         args, kwargs: example inputs; a tensor, or a tuple of arguments. Without any, the first training call is planned
             for, which takes longer for that.
-        memory_budget: of the whole step: ``"8 GB"``, bytes as an int, or ``"60%"`` of plain PyTorch's peak for the inputs that
-            are planned first; later plans have as many bytes.
+        memory_budget: of the whole step: ``"8 GB"``, bytes as an int, or ``"60%"`` of plain PyTorch's peak for the
+            inputs that are planned first; later plans have as many bytes.
         mode: which variants may be used; see `monet_like.ir.mode`.
-        solver, time_limit_seconds, gap: for the integer program; None: 60 seconds. With ``blocks`` the limit is for the menu of
-            each kind of block; the choice among menus, mostly a second, may take the limit or 20 seconds, whichever is more,
-            up to three times. Where it is quick, all of that has 20 seconds together.
+        solver, time_limit_seconds, gap: for the integer program; None: 60 seconds. With ``blocks`` the limit is for the
+            menu of each kind of block; the choice among menus, mostly a second, may take the limit or 20 seconds,
+            whichever is more, up to three times. Where it is quick, all of that has 20 seconds together.
         optimizer: whose state to count; a key of `monet_like.compiler.request.OPTIMIZERS`, such as adamw.
         optimizer_in_backward: hooks of your training loop (``register_post_accumulate_grad_hook``) step and free each
-            gradient in the backward, so the plan need not have room for all gradients at once. Without such hooks the step
-            needs more memory than planned.
+            gradient in the backward, so the plan need not have room for all gradients at once. Without such hooks the
+            step needs more memory than planned.
         backend: eager or inductor; see `ScheduleWrapper`.
         verbose: show progress and a line at the end on stderr; None: if that is a terminal or a notebook. The logger
             ``monet_like`` gets that line in any case (level INFO).
-        effort: ``full``: measure every operator and solve the integer program, in minutes. ``quick``: in about ten seconds,
-            times that are partly estimated and the local search; memory is as exact. ``auto``: ``full`` if a time limit is
-            given; else quick the first time, and full at the next start, in one process of each machine.
+        effort: ``full``: measure every operator and solve the integer program, in minutes. ``quick``: in about ten
+            seconds, times that are partly estimated and the local search; memory is as exact. ``auto``: ``full`` if a
+            time limit is given; else quick the first time, and full at the next start, in one process of each machine.
         lengths: plan at the first call for inputs of each of these lengths (second dimension), such as ``[512, 1024,
-            2048]``. Later inputs follow the plan for the next larger length, so nothing is planned in between. A share of
-            plain PyTorch's peak is of that at the largest length.
-        blocks: give each of these modules of ``model`` a schedule of its own, all under the one budget, and run the rest of
-            the model as it is: ``model.layers``, a list of modules, or a pattern of their names such as ``"layers.*"``.
-        loss: with ``blocks``: from the model's result to the scalar whose backward runs, so that its memory counts. Default:
-            the result's own ``loss``, or one that takes no memory.
-        keeps_result: with ``blocks``: your loop holds the model's result until the backward has ended, as in ``out = model(x)``. False:
-            it holds the loss alone, as in ``model(x).loss.backward()``, and logits are free by then.
-        same_plan: with ``blocks``: the processes of the default group have equal models and inputs, the first plans for all,
-            and all must call this. False: each plans for itself.
-        on_new_input: what a call does that no plan serves, once there is one: larger inputs, another dtype, frozen layers.
-            ``plan``: it is planned within the first plan's bytes, and runs as plain PyTorch with one warning if that fails
-            after training has begun. ``plain``: it runs as plain PyTorch with one warning. ``error``: it raises.
+            2048]``. Later inputs follow the plan for the next larger length, so nothing is planned in between. A share
+            of plain PyTorch's peak is of that at the largest length.
+        blocks: give each of these modules of ``model`` a schedule of its own, all under the one budget, and run the
+            rest of the model as it is: ``model.layers``, a list of modules, or a pattern of their names such as
+            ``"layers.*"``.
+        loss: with ``blocks``: from the model's result to the scalar whose backward runs, so that its memory counts.
+            Default: the result's own ``loss``, or one that takes no memory.
+        keeps_result: with ``blocks``: your loop holds the model's result until the backward has ended, as in ``out =
+            model(x)``. False: it holds the loss alone, as in ``model(x).loss.backward()``, and logits are free by then.
+        same_plan: with ``blocks``: the processes of the default group have equal models and inputs, the first plans for
+            all, and all must call this. False: each plans for itself.
+        on_new_input: what a call does that no plan serves, once there is one: larger inputs, another dtype, frozen
+            layers. ``plan``: it is planned within the first plan's bytes, and runs as plain PyTorch with one warning if
+            that fails after training has begun. ``plain``: it runs as plain PyTorch with one warning. ``error``: it
+            raises.
 
     Returns:
         The wrapped module, with the same arguments, results and gradients. Plans and profiles are cached, so a
-        second call with the same model, inputs and budget solves nothing. With ``blocks``: ``model`` itself, whose blocks
-        are wrapped.
+        second call with the same model, inputs and budget solves nothing. With ``blocks``: ``model`` itself, whose
+        blocks are wrapped.
 
     Raises:
         UsageError: an argument is wrong.

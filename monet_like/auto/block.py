@@ -37,9 +37,9 @@ class BlockCall:
     Attributes:
         key: everything that a capture fixes.
         captured: the block's program for this call.
-        undelayed: the same with all gradients in autograd's order, where ``captured`` delays some; else None. Which one is used
-            depends on workspaces, which are measured later, when the inputs are gone. Both number inputs, results and their
-            gradients alike.
+        undelayed: the same with all gradients in autograd's order, where ``captured`` delays some; else None. Which one
+            is used depends on workspaces, which are measured later, when the inputs are gone. Both number inputs,
+            results and their gradients alike.
         request: what it was captured for; without inputs.
         inputs: of the call.
         layout: of the block's weights.
@@ -105,14 +105,16 @@ class BlockSchedule(ScheduleWrapper):
             return self._rehearsed(self._rehearsal, args, kwargs)
         if not self._block_planned:
             warn_caller(
-                f"{type(self._model).__name__} has no schedule yet and runs as plain PyTorch: the first call in training mode of the model "
-                "that was given to auto_schedule plans its blocks; call that model, or give auto_schedule example inputs"
+                f"{type(self._model).__name__} has no schedule yet and runs as plain PyTorch: the first call in "
+                "training mode of the model that was given to auto_schedule plans its blocks; call that model, or give "
+                "auto_schedule example inputs"
             )
             return self._model(*args, **kwargs)
         if not self._block_sharded and is_sharded(self):
             raise UsageError(
-                f"{self._block_name} was sharded by fully_shard after its schedule was planned, so the plan does not count what "
-                "fully_shard gathers; call auto_schedule without example inputs, then fully_shard, and the first training call plans"
+                f"{self._block_name} was sharded by fully_shard after its schedule was planned, so the plan does not "
+                "count what fully_shard gathers; call auto_schedule without example inputs, then fully_shard, and the "
+                "first training call plans"
             )
         if self.record is None or not self._has_gradient(args, kwargs):
             return self._model(*args, **kwargs)
@@ -145,7 +147,8 @@ class BlockSchedule(ScheduleWrapper):
         return any(tensor.requires_grad for tensor in chain(tensors_of((args, kwargs)), self.parameters()))
 
     def _call(self, key: Any, example: Example) -> BlockCall | None:
-        """The block's call with its program, captured the first time; None for a second kind of call in a step, and for results without gradients.
+        """The block's call with its program, captured the first time; None for a second kind of call in a step, and for
+        results without gradients.
 
         Those run as plain PyTorch and count as the rest of the model does.
 
@@ -180,8 +183,8 @@ class BlockSchedule(ScheduleWrapper):
         captured = self._captured(request, key)
         if captured.written:
             raise UsageError(
-                f"{self._block_name} changes its inputs in place, which a block of a schedule cannot; clone them first, or "
-                "leave the block out"
+                f"{self._block_name} changes its inputs in place, which a block of a schedule cannot; clone them "
+                "first, or leave the block out"
             )
         undelayed = self._captured(replace(request, made_last=()), key, captured) if captured.made_last else None
         request = replace(request, example=((), {}), made_last=captured.made_last)
@@ -229,7 +232,8 @@ class BlockSchedule(ScheduleWrapper):
         return kept
 
     def _own_step(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> KeptStep | None:
-        """The step of a call that the plan has not foreseen, by a schedule of its own within the block's share of memory.
+        """The step of a call that the plan has not foreseen, by a schedule of its own within the block's share of
+        memory.
 
         Raises:
             InfeasibleError: no schedule fits into it.
@@ -266,7 +270,8 @@ class BlockSchedule(ScheduleWrapper):
             setattr(self, name, value)
 
     def _made(
-        self, record: ScheduleRecord, captured: Captured, within: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, record: ScheduleRecord, captured: Captured, within: int | None, args: tuple[Any, ...],
+        kwargs: dict[str, Any]
     ) -> CompiledStep:  # fmt: skip
         shared, fused = self._block_shared, within is not None
         step = shared.step(captured, record.schedule, fused=fused)
@@ -298,8 +303,8 @@ _OF_PLAN = (
 )
 
 _TWO_WAYS = (
-    "{} is called twice in a step in different ways: with {}, and with {}; a block has one schedule, so give both calls the same "
-    "shapes, or leave the block out"
+    "{} is called twice in a step in different ways: with {}, and with {}; a block has one schedule, so give both "
+    "calls the same shapes, or leave the block out"
 )
 
 

@@ -1,4 +1,6 @@
-"""Plans of a model's blocks by the model's calls: each training call follows the plan for the next larger one, or is planned for."""
+"""Plans of a model's blocks by the model's calls: each training call follows the plan for the next larger one, or is
+planned for.
+"""
 
 from __future__ import annotations
 
@@ -87,9 +89,9 @@ class _Planned:
 class CallPlans:
     """The plans of a model's blocks; as a forward pre-hook of the model it chooses between them.
 
-    The first plan's budget in bytes is the budget of all. A larger call is planned for when it comes; if it cannot be, its blocks run by
-    schedules of their own within what an earlier plan gives them, or as plain PyTorch. Several processes make no new plans during
-    training: a call that one of them sees alone would wait for the others.
+    The first plan's budget in bytes is the budget of all. A larger call is planned for when it comes; if it cannot be,
+    its blocks run by schedules of their own within what an earlier plan gives them, or as plain PyTorch. Several
+    processes make no new plans during training: a call that one of them sees alone would wait for the others.
     """
 
     def __init__(self, settings: BlockSettings) -> None:
@@ -166,8 +168,9 @@ class CallPlans:
             self.refused.add(form)
             budget = self.plans[0].plan.budget_bytes
             warn_caller(
-                f"no plan of the blocks of {type(model).__name__} for {inputs} within {format_bytes(budget)} ({budget} bytes); blocks that "
-                f"find no schedule within their part of an earlier plan run as plain PyTorch, in its memory: {error}"
+                f"no plan of the blocks of {type(model).__name__} for {inputs} within {format_bytes(budget)} ({budget} "
+                f"bytes); blocks that find no schedule within their part of an earlier plan run as plain PyTorch, in "
+                f"its memory: {error}"
             )
 
     def _may_plan(self, model: nn.Module) -> bool:

@@ -34,8 +34,9 @@ from .block import BlockCall
 from .earlier_menus import EarlierMenus
 from .rehearsal.memory import Blocks, Rehearsed
 
-#: Wall seconds for a quick plan: costs, menus, bounds and choices of all kinds of blocks. The capture, the first rehearsal and one run
-#: of each operator, without which there is no plan, come on top. The manual has this number (docs/blocks.md, `monet_like.auto_schedule`).
+#: Wall seconds for a quick plan: costs, menus, bounds and choices of all kinds of blocks. The capture, the first
+#: rehearsal and one run of each operator, without which there is no plan, come on top. The manual has this number
+#: (docs/blocks.md, `monet_like.auto_schedule`).
 QUICK_SECONDS = 20.0
 #: The share of them that costs and menus may take, and that of a kind's costs.
 MENUS_SHARE, COSTS_SHARE = 0.7, 0.4
@@ -75,7 +76,9 @@ class BlockSettings:
 
 @dataclass(frozen=True)
 class Deadline:
-    """When a part of a quick plan must be there, on the clock `time.monotonic`; a full plan has limits for each part instead."""
+    """When a part of a quick plan must be there, on the clock `time.monotonic`; a full plan has limits for each part
+    instead.
+    """
 
     ends: float
 
@@ -123,8 +126,8 @@ def kinds_of(of: Blocks, first: Rehearsed) -> list[Kind | None]:
     ]
     if not any(found):
         raise UsageError(
-            f"no block of {type(of.model).__name__} has a gradient in its training step; give blocks with parameters that are "
-            "trained, or whose inputs have gradients, in training mode (model.train())"
+            f"no block of {type(of.model).__name__} has a gradient in its training step; give blocks with parameters "
+            "that are trained, or whose inputs have gradients, in training mode (model.train())"
         )
     return found
 
@@ -133,7 +136,8 @@ def digest_of_call(call: BlockCall) -> str:
     """A digest of a call's program and its sizes."""
     program = call.captured.program
     of = (
-        program.fingerprint, [(value.bytes, value.spec) for value in program.values], [t.cost for t in call.captured.every_task()],
+        program.fingerprint, [(value.bytes, value.spec) for value in program.values],
+        [t.cost for t in call.captured.every_task()],
         call.captured.made_last, call.request.autocast, call.layout, call.inputs,
     )  # fmt: skip
     return hashlib.sha256(repr(of).encode()).hexdigest()
@@ -151,8 +155,8 @@ def check_alike(of: Blocks, kinds: Sequence[Kind | None], sharing: Sharing) -> N
             different = next((n for n, (a, b) in enumerate(zip(theirs, every[0], strict=False)) if a != b), None)
             what = "the number of blocks" if different is None else of.names[different]
             raise UsageError(
-                f"the processes have different models or inputs: {what} differs between rank 0 and rank {rank}, and one plan is made for "
-                "all; give all the same shapes, or same_plan=False to let each plan for itself"
+                f"the processes have different models or inputs: {what} differs between rank 0 and rank {rank}, and "
+                "one plan is made for all; give all the same shapes, or same_plan=False to let each plan for itself"
             )
 
 
@@ -243,7 +247,8 @@ def _measured(
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         ready = prepare(
             request, device, profile=source.known, save_profile=source.save, progress=progress.profiling,
-            captured=captured, quick=settings.quick, quick_seconds=deadline.left(), earlier=earlier.ready if earlier else None,
+            captured=captured, quick=settings.quick, quick_seconds=deadline.left(),
+            earlier=earlier.ready if earlier else None,
         )  # fmt: skip
         return settled_for(ready, request, device, lambda _: (), progress.profiling, everything=True)
 

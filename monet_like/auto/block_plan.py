@@ -1,4 +1,6 @@
-"""Plans the schedules of a model's blocks under one budget: rehearsal, a menu for each kind of block, one choice for all."""
+"""Plans the schedules of a model's blocks under one budget: rehearsal, a menu for each kind of block, one choice for
+all.
+"""
 
 from __future__ import annotations
 
@@ -63,11 +65,12 @@ class BlockPlan:
         seconds, plain_seconds: predicted, of all blocks together.
         kinds: how many different programs the blocks have, sizes included.
         points: by block; one of zeros where nothing has a gradient.
-        status: of the choice among the blocks' menus. ``optimal``: the fastest, proven; ``feasible``: the solver's best, not proven;
-            ``searched``: by a local search, because the solver failed or found nothing in time. Such a plan is not kept in the cache.
+        status: of the choice among the blocks' menus. ``optimal``: the fastest, proven; ``feasible``: the solver's
+            best, not proven; ``searched``: by a local search, because the solver failed or found nothing in time. Such
+            a plan is not kept in the cache.
         reason: where it was ``searched``: what the solver said.
-        bound_seconds: no schedules of the blocks that fit are faster, whether they are in the menus or not, by the memory that the rest
-            of the model took when this was planned; 0: nothing is known.
+        bound_seconds: no schedules of the blocks that fit are faster, whether they are in the menus or not, by the
+            memory that the rest of the model took when this was planned; 0: nothing is known.
     """
 
     peak_bytes: int
@@ -84,7 +87,9 @@ class BlockPlan:
 
     @property
     def gap(self) -> float:
-        """By how much of its seconds the plan may be slower than the fastest of all schedules that fit; 1: nothing is known."""
+        """By how much of its seconds the plan may be slower than the fastest of all schedules that fit; 1: nothing is
+        known.
+        """
         return 1 - self.bound_seconds / self.seconds if self.seconds else 0.0
 
 
@@ -222,7 +227,9 @@ def _check_kept(of: Blocks, kept: KeptBlocks) -> None:
 
 
 def _reused(kept: KeptBlocks, memory: StepMemory) -> Answer | None:
-    """The plan from the cache with its peak at this start; None if the rest of the model takes another amount of memory."""
+    """The plan from the cache with its peak at this start; None if the rest of the model takes another amount of
+    memory.
+    """
     peak, moment = peak_of(memory.step_with(kept.points), kept.points)
     peak += kept.cublas_bytes
     return (kept, peak, moment, "") if peak <= kept.budget_bytes and kept.same_peak(peak) else None
@@ -289,14 +296,19 @@ class _Planner:
         return self.chooser.bounded(best).bound_seconds
 
     def records(self, points: Sequence[Point] | None) -> list[Any]:
-        """For every block the content of its schedule file; None if it has no gradient, or where nobody has a schedule."""
+        """For every block the content of its schedule file; None if it has no gradient, or where nobody has
+        a schedule.
+        """
         return records_of(self.of, self.kinds, points, self.found) if points else [None] * len(self.kinds)
 
 
 def _planned(
     of: Blocks, memory: StepMemory, first: Step, kinds: Sequence[Kind | None], settings: BlockSettings
 ) -> Answer:
-    """Plan: a menu for each kind of block, and one choice for all. Where nothing of menus for other sizes fits, new ones are found."""
+    """Plan: a menu for each kind of block, and one choice for all.
+
+    Where nothing of menus for other sizes fits, new ones are found.
+    """
     return settings.earlier.tried(partial(_planned_by_menus, of, memory, first, kinds, settings), settings.sharing)
 
 
@@ -315,7 +327,8 @@ def _planned_by_menus(
     contents = planned_by(partial(planner.records, None if best is plain_choice else best.points), sharing)
     records = tuple(ScheduleRecord.of_content(content, "the plan") if content else None for content in contents)
     kept = KeptBlocks(
-        datetime.date.today().isoformat(), budget, best.peak_bytes + cublas, plain_peak + cublas, plain_choice.seconds, cublas,
+        datetime.date.today().isoformat(), budget, best.peak_bytes + cublas, plain_peak + cublas, plain_choice.seconds,
+        cublas,
         len({kind.program for kind in kinds if kind}), most_of_rest(first), best.points, records, best.status, bound,
     )  # fmt: skip
     return kept, kept.peak_bytes, best.moment, best.reason
@@ -326,8 +339,8 @@ def _chosen(
 ) -> Choice:
     """The fastest points that fit, with the peak of a step in which blocks keep exactly what these points keep.
 
-    The first choice is made as if blocks kept all inputs and results, which is never less than they do; the next as if they
-    kept what the choice before keeps. Each choice is judged by a rehearsal of its own.
+    The first choice is made as if blocks kept all inputs and results, which is never less than they do; the next as if
+    they kept what the choice before keeps. Each choice is judged by a rehearsal of its own.
 
     Args:
         pick: `_Planner.pick`, given moments and the best choice.
@@ -372,9 +385,9 @@ def _check_fits(fits: bool, least: Choice, budget_bytes: int, solver: str) -> No
             f"; they were found without the solver {solver} ({least.reason})" if least.status == "searched" else ""
         )
         raise InfeasibleError(
-            f"no schedules of the blocks fit the step into {format_bytes(budget_bytes)}: with the smallest that were found it "
-            f"needs {format_bytes(peak)} ({peak} bytes), {moment}; give that much, a smaller batch or shorter sequences, "
-            f"or shard the model over more processes{without}",
+            f"no schedules of the blocks fit the step into {format_bytes(budget_bytes)}: with the smallest that were "
+            f"found it needs {format_bytes(peak)} ({peak} bytes), {moment}; give that much, a smaller batch or shorter "
+            f"sequences, or shard the model over more processes{without}",
             peak,
             moment,
         )
@@ -393,8 +406,9 @@ def _tell(of: Blocks, plan: BlockPlan, how: str, verbose: bool | None) -> None:
         f", within {100 * plan.gap:.2f} % of a bound for all schedules" if plan.bound_seconds and plan.seconds else ""
     )
     announce(
-        f"{type(of.model).__name__}, {len(of.blocks)} blocks of {plan.kinds} kinds: peak {format_bytes(plan.peak_bytes)} instead "
-        f"of {format_bytes(plan.plain_peak_bytes)}, {plan.moment}; blocks {format_seconds(plan.seconds)} instead of "
-        f"{format_seconds(plan.plain_seconds)} (predicted{_UNPROVEN.get(plan.status, '')}{proof}); {how}",
+        f"{type(of.model).__name__}, {len(of.blocks)} blocks of {plan.kinds} kinds: peak "
+        f"{format_bytes(plan.peak_bytes)} instead of {format_bytes(plan.plain_peak_bytes)}, {plan.moment}; blocks "
+        f"{format_seconds(plan.seconds)} instead of {format_seconds(plan.plain_seconds)} "
+        f"(predicted{_UNPROVEN.get(plan.status, '')}{proof}); {how}",
         verbose,
     )

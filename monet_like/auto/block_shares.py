@@ -1,7 +1,8 @@
-"""Schedules for calls of a block that its plan has not foreseen: each within the memory that the plan gives to the block.
+"""Schedules for calls of a block that its plan has not foreseen: each within the memory that the plan gives to the
+block.
 
-A call differs from the planned one if padding appears, a layer is frozen, dropout is off, or the batch is another one. The block
-decides alone, so processes need not agree, and the peak of the whole step stays as it was planned.
+A call differs from the planned one if padding appears, a layer is frozen, dropout is off, or the batch is another one.
+The block decides alone, so processes need not agree, and the peak of the whole step stays as it was planned.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from .block_menus import (
 
 @dataclass(frozen=True)
 class Share:
-    """What a plan gives to a block, in bytes; inputs and results that the block keeps are in all numbers but the forward's.
+    """What a plan gives to a block, in bytes; inputs and results that the block keeps are in all numbers but the
+    forward's.
 
     Attributes:
         carried_bytes, forward_bytes, backward_bytes, adding_bytes: see `Point`.
@@ -59,10 +61,13 @@ class Share:
         )  # fmt: skip
 
     def excess(self, point: Point, program: Program) -> tuple[int, str, int, int]:
-        """By how many bytes another call of the block by this point needs more at most, where, what it needs and what there is."""
+        """By how many bytes another call of the block by this point needs more at most, where, what it needs and what
+        there is.
+        """
         kept = _kept_bytes(point, program)
         needed = (
-            point.carried_bytes + kept, point.forward_peak_bytes, point.backward_peak_bytes + kept, point.adding_peak_bytes + kept,
+            point.carried_bytes + kept, point.forward_peak_bytes, point.backward_peak_bytes + kept,
+            point.adding_peak_bytes + kept,
         )  # fmt: skip
         there = self.carried_bytes, self.forward_bytes, self.backward_bytes, self.adding_bytes
         return max((need - has, where, need, has) for where, need, has in zip(_WHERE, needed, there, strict=True))
@@ -72,7 +77,9 @@ class Share:
         return self.excess(point, program)[0] <= 0
 
     def held_in(self, captured: Captured) -> tuple[int, ...]:
-        """The values of another call's program that the rest of the model holds; all of them, if it has other results."""
+        """The values of another call's program that the rest of the model holds; all of them, if it has
+        other results.
+        """
         ends = list(_ends(captured))
         alike = max(self.held, default=-1) < len(ends)
         return tuple(
@@ -115,7 +122,8 @@ class OwnPlans:
         self._found: dict[tuple[str, Share], ScheduleRecord | InfeasibleError | None] = {}
 
     def record(self, call: BlockCall, share: Share) -> ScheduleRecord | None:
-        """The fastest schedule of a call within a share; None: plain PyTorch is within it, and no schedule was found that is.
+        """The fastest schedule of a call within a share; None: plain PyTorch is within it, and no schedule was found
+        that is.
 
         Raises:
             InfeasibleError: nothing is within it.
@@ -150,9 +158,9 @@ class OwnPlans:
             return None
         _, where, needed, there = min(share.excess(point, ready.captured.program) for point in points)
         return InfeasibleError(
-            f"no schedule for {specs_in_words(call.inputs)} fits what the plan of the whole step leaves to the block: {where} it needs "
-            f"{format_bytes(needed)} ({needed} bytes) of {format_bytes(there)} ({there} bytes); plan with the largest inputs, with all "
-            "layers that are to be trained, or give a larger memory_budget",
+            f"no schedule for {specs_in_words(call.inputs)} fits what the plan of the whole step leaves to the block: "
+            f"{where} it needs {format_bytes(needed)} ({needed} bytes) of {format_bytes(there)} ({there} bytes); plan "
+            "with the largest inputs, with all layers that are to be trained, or give a larger memory_budget",
             needed,
             call.request.expression,
         )

@@ -1,4 +1,6 @@
-"""Schedules for blocks of a model under one memory budget: finds the blocks, wraps them, and plans at the first call."""
+"""Schedules for blocks of a model under one memory budget: finds the blocks, wraps them, and plans at the
+first call.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,8 @@ def schedule_blocks(
     _check_unsharded(model, found)
     if config := caching_config(model):
         raise UsageError(
-            f"{type(model).__name__} gives its layers a cache of keys and values also in training, which is another object in every "
-            f"step; set model.{config}.use_cache = False (generate takes use_cache=True)"
+            f"{type(model).__name__} gives its layers a cache of keys and values also in training, which is another "
+            f"object in every step; set model.{config}.use_cache = False (generate takes use_cache=True)"
         )
     if (args is not None or kwargs is not None) and not model.training:
         raise UsageError("the model is in eval mode; call model.train() before auto_schedule")
@@ -73,12 +75,12 @@ def find_blocks(model: nn.Module, blocks: BlockNames) -> dict[str, nn.Module]:
     """The blocks by their first names in the model, in the model's order.
 
     Args:
-        blocks: modules of the model, or a pattern of names (`fnmatch`) such as ``"layers.*"``, or several. ``*`` does not
-            match a dot, so that ``layers.*`` are the layers and not their parts.
+        blocks: modules of the model, or a pattern of names (`fnmatch`) such as ``"layers.*"``, or several. ``*`` does
+            not match a dot, so that ``layers.*`` are the layers and not their parts.
 
     Raises:
-        UsageError: no module is meant, one is not in the model, is the model itself, stands in another one, or is a block
-            already.
+        UsageError: no module is meant, one is not in the model, is the model itself, stands in another one, or is a
+            block already.
     """
     named = dict(model.named_modules())
     if isinstance(blocks, nn.Module) and not isinstance(blocks, nn.ModuleList | nn.Sequential):
@@ -138,12 +140,13 @@ def _check_unsharded(model: nn.Module, found: Mapping[str, nn.Module]) -> None:
             continue
         if any(map(is_sharded, model.modules())):
             raise UsageError(
-                f"{name} is sharded already; call auto_schedule first, without example inputs, and then fully_shard on its "
-                "blocks and on the model"
+                f"{name} is sharded already; call auto_schedule first, without example inputs, and then fully_shard on "
+                "its blocks and on the model"
             )
         raise UsageError(
-            f"{name} has parameters that are split among processes (DTensor, tensor parallelism), and a schedule holds only one "
-            "process's own operators; give blocks= the parts that are not split, or shard by fully_shard after auto_schedule"
+            f"{name} has parameters that are split among processes (DTensor, tensor parallelism), and a schedule holds "
+            "only one process's own operators; give blocks= the parts that are not split, or shard by fully_shard "
+            "after auto_schedule"
         )
 
 
@@ -263,8 +266,8 @@ def _check_not_in_pipeline(model: str) -> None:
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).startswith("torch.distributed.pipelining"):
             raise UsageError(
-                f"{model} is a stage of a pipeline and has no schedules yet, and its first call cannot plan: a step has several "
-                "micro-batches, and needs the other stages; call monet_like.plan_step(model, schedule.step, ...) in every process "
-                "before the first step, with the arguments of schedule.step"
+                f"{model} is a stage of a pipeline and has no schedules yet, and its first call cannot plan: a step "
+                "has several micro-batches, and needs the other stages; call monet_like.plan_step(model, "
+                "schedule.step, ...) in every process before the first step, with the arguments of schedule.step"
             )
         frame = frame.f_back  # type: ignore[assignment]

@@ -1,7 +1,8 @@
 """Plans of blocks in the cache folder, as JSON: the next start with the same blocks and budget plans nothing.
 
-The file's name is a digest of everything that the plan depends on (`BlockKey`), except the memory of the rest of the model: that
-is measured again at every start, and may differ a little between two of them. So two sums of it are in the file, and compared.
+The file's name is a digest of everything that the plan depends on (`BlockKey`), except the memory of the rest of the
+model: that is measured again at every start, and may differ a little between two of them. So two sums of it are in the
+file, and compared.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from ..plan.step.choice import ChoiceStatus
 
 FORMAT = "monet_like block plan"
 VERSION = 5
-#: A plan is made anew if the peak differs by more than this share from when it was made. Gloo's threads release buffers late,
-#: so that two starts of the same script may differ by less.
+#: A plan is made anew if the peak differs by more than this share from when it was made. Gloo's threads release buffers
+#: late, so that two starts of the same script may differ by less.
 OTHER_SHARE = 0.01
 
 #: Of a block that has no gradient: plain PyTorch runs it, and the rest of the model counts it.
@@ -159,7 +160,10 @@ class KeptBlocks:
         return abs(rest_bytes - self.rest_bytes) <= OTHER_SHARE * self.rest_bytes
 
     def same_peak(self, peak_bytes: int) -> bool:
-        """Whether the step with these schedules has the peak that was planned. With a lower one, faster ones may fit."""
+        """Whether the step with these schedules has the peak that was planned.
+
+        With a lower one, faster ones may fit.
+        """
         return abs(peak_bytes - self.peak_bytes) <= OTHER_SHARE * self.peak_bytes
 
 

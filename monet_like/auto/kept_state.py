@@ -1,8 +1,9 @@
-"""Everything that a training step may change and that can be reached from a model, kept to be put back after a rehearsal.
+"""Everything that a training step may change and that can be reached from a model, kept to be put back after a
+rehearsal.
 
-The walk begins at the model, its step and its inputs, and follows modules, hooks, tensors, gradients, containers, attributes of objects,
-closures, and of the user's own code also classes and global variables. State of libraries is in objects: of PyTorch's such as those of
-``fully_shard``, optimizers and gradient scalers are followed, code is not.
+The walk begins at the model, its step and its inputs, and follows modules, hooks, tensors, gradients, containers,
+attributes of objects, closures, and of the user's own code also classes and global variables. State of libraries is in
+objects: of PyTorch's such as those of ``fully_shard``, optimizers and gradient scalers are followed, code is not.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from ..replay.wrapper import ScheduleWrapper
 
 #: Objects of these Python modules are not looked into: they hold code, data sets or our own plans.
 _LEFT_ALONE = (
-    "monet_like", "torch._dynamo", "torch._inductor", "torch.fx", "torch.jit", "torch.utils.data", "torch.testing", "logging",
+    "monet_like", "torch._dynamo", "torch._inductor", "torch.fx", "torch.jit", "torch.utils.data", "torch.testing",
+    "logging",
     "threading", "weakref", "importlib", "_pytest", "unittest",
 )  # fmt: skip
 #: Attributes that every module has: those of a block's wrapper that are not ours.

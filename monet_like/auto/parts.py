@@ -1,8 +1,8 @@
 """Finds the largest parts of a model that can be captured, where the whole cannot because sizes depend on values.
 
-The model is called once, as plain PyTorch without autograd. Where it calls a part, that part is captured with the arguments of the
-call; if it is refused, its own parts are tried in turn. A second call on other values of the same shapes drops the parts whose
-own inputs had other shapes then: each of their calls would need a capture.
+The model is called once, as plain PyTorch without autograd. Where it calls a part, that part is captured with the
+arguments of the call; if it is refused, its own parts are tried in turn. A second call on other values of the same
+shapes drops the parts whose own inputs had other shapes then: each of their calls would need a capture.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def in_words(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 
 def capturable_parts(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
-    """Names of the largest submodules whose training step can be captured, none within another, in the order of their calls."""
+    """Names of the largest submodules whose training step can be captured, none within another, in the order of their
+    calls.
+    """
     search = _Search(model)
     with _quietly(model, args, kwargs), search.calls(search.tried):
         model(*args, **kwargs)

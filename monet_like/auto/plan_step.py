@@ -1,4 +1,6 @@
-"""`plan_step`: plans the blocks of a model for a training step that the caller runs: of a pipeline, or of several micro-steps."""
+"""`plan_step`: plans the blocks of a model for a training step that the caller runs: of a pipeline, or of several
+micro-steps.
+"""
 
 from __future__ import annotations
 
@@ -19,25 +21,25 @@ from .rehearsal.memory import WholeStep
 def plan_step(model: nn.Module, step: Callable[..., Any], *args: Any, **kwargs: Any) -> BlockPlan:
     """Plan the blocks of ``model`` for a training step that is more than one call of the model and its backward.
 
-    The step is rehearsed as it is. Each call of a block whose forward has ended and whose backward has not carries what its
-    schedule keeps, so that all micro-batches in flight count. Everything that can be reached from the model and
+    The step is rehearsed as it is. Each call of a block whose forward has ended and whose backward has not carries what
+    its schedule keeps, so that all micro-batches in flight count. Everything that can be reached from the model and
     the step is afterwards what it was; gradients that exist already count, and are added to.
 
     Args:
-        model: what `auto_schedule` returned with ``blocks`` and without example inputs; in training mode. For a pipeline: the
-            stage's module, or a `torch.nn.ModuleList` of several stages' modules.
-        step: runs all forwards and backwards between two steps of the optimizer, and not the optimizer: the method ``step`` of
-            a schedule of `torch.distributed.pipelining`, or a function with a loop over micro-steps. It is called three to seven
-            times.
+        model: what `auto_schedule` returned with ``blocks`` and without example inputs; in training mode. For a
+            pipeline: the stage's module, or a `torch.nn.ModuleList` of several stages' modules.
+        step: runs all forwards and backwards between two steps of the optimizer, and not the optimizer: the method
+            ``step`` of a schedule of `torch.distributed.pipelining`, or a function with a loop over micro-steps. It is
+            called three to seven times.
         args, kwargs: what ``step`` is called with.
 
     Returns:
-        What the schedules promise for this process. In a pipeline (``same_plan=False``) each process has a plan of its own, all
-        must call this, and an error of one is raised in all.
+        What the schedules promise for this process. In a pipeline (``same_plan=False``) each process has a plan of its
+        own, all must call this, and an error of one is raised in all.
 
     Raises:
-        UsageError: the model has no such blocks, or is in eval mode; the pipeline's schedule computes gradients of inputs and of
-            parameters apart.
+        UsageError: the model has no such blocks, or is in eval mode; the pipeline's schedule computes gradients of
+            inputs and of parameters apart.
         InfeasibleError: no schedules fit; says what would.
         CaptureError: a block cannot be captured.
     """

@@ -1,9 +1,10 @@
 """Captured programs that equal blocks share: of 32 equal layers one is captured.
 
-Two blocks are equal if nothing that a capture fixes differs between them: the call (shapes, dtypes, autocast, other arguments),
-the modules with their classes, names and training flags, the looks of their tensors and which of them are one, and all Python
-values that the captured block's forward and backward read (`monet_like.capture.guards.reads`). What tensors contain does not
-matter: a program reads that when it runs. A block that holds tensors which it has not registered shares nothing.
+Two blocks are equal if nothing that a capture fixes differs between them: the call (shapes, dtypes, autocast, other
+arguments), the modules with their classes, names and training flags, the looks of their tensors and which of them are
+one, and all Python values that the captured block's forward and backward read (`monet_like.capture.guards.reads`). What
+tensors contain does not matter: a program reads that when it runs. A block that holds tensors which it has not
+registered shares nothing.
 """
 
 from __future__ import annotations
@@ -113,7 +114,9 @@ def _sets_own(captured: Captured) -> bool:
 
 
 def outline_of(block: nn.Module) -> Any:
-    """Everything about a block's modules and tensors that a capture may depend on, as comparable data; None: it cannot be told."""
+    """Everything about a block's modules and tensors that a capture may depend on, as comparable data; None: it cannot
+    be told.
+    """
     modules: dict[int, int] = {}
     tensors: dict[int, int] = {}
     storages: dict[int, int] = {}

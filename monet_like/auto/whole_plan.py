@@ -132,8 +132,8 @@ def _compiled(
 ) -> ScheduleRecord:
     """Plan, with what the store of this device knows; what is measured completely is kept there.
 
-    Plain PyTorch's own step is the plan where it fits and no schedule does. Schedules need a little more than it at some
-    moments: of a convolution they make the weight's gradient first, PyTorch the input's.
+    Plain PyTorch's own step is the plan where it fits and no schedule does. Schedules need a little more than it at
+    some moments: of a convolution they make the weight's gradient first, PyTorch the input's.
 
     Raises:
         InfeasibleError: nothing fits.
@@ -150,7 +150,8 @@ def _compiled(
             )  # fmt: skip
             try:
                 ready, found = compile_prepared(
-                    request, ready, budget.limit, device, quick=quick, save_profile=source.save, progress=progress.profiling,
+                    request, ready, budget.limit, device, quick=quick, save_profile=source.save,
+                    progress=progress.profiling,
                     plan_progress=progress.planning,
                 )  # fmt: skip
                 if quick:
@@ -167,9 +168,9 @@ def _compiled(
     except OutOfMemory as error:
         tried = re.search(r"[Tt]ried to allocate ([\d.]+ ?\w+)", error.told)
         raise ProfileError(
-            f"{request.expression} for {specs_in_words(input_specs(*request.example))} cannot be planned on {device_name(device)}: "
-            f"{error.task} ran out of memory when it was measured by itself{f' (it wanted {tried[1]})' if tried else ''}; give smaller "
-            "inputs, or a machine with more memory"
+            f"{request.expression} for {specs_in_words(input_specs(*request.example))} cannot be planned on "
+            f"{device_name(device)}: {error.task} ran out of memory when it was measured by "
+            f"itself{f' (it wanted {tried[1]})' if tried else ''}; give smaller inputs, or a machine with more memory"
         ) from error
 
 

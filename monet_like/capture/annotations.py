@@ -2,8 +2,8 @@
 
 Marks say which activations must be kept, must be recomputed, or are recomputed only together.
 
-A mark holds for all that a model's forward makes while it is active. It becomes part of the captured program: a schedule
-for other marks is a schedule for another program.
+A mark holds for all that a model's forward makes while it is active. It becomes part of the captured program: a
+schedule for other marks is a schedule for another program.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def mark(kind: str, module: nn.Module | None = None) -> contextlib.AbstractConte
     """Mark the activations that are made in a ``with`` statement, or by every call of ``module``.
 
     ``keep``: it is made once and, where the backward needs it, kept. ``recompute``: the backward makes it anew, as with
-    ``torch.utils.checkpoint``. ``together``: the activations of one ``with`` statement or call are recomputed as a whole or not
-    at all. Marks do not change what a model computes. The innermost one holds. Values that cannot be recomputed, such as the mask
-    of a dropout, is kept all the same.
+    ``torch.utils.checkpoint``. ``together``: the activations of one ``with`` statement or call are recomputed as a
+    whole or not at all. Marks do not change what a model computes. The innermost one holds. Values that cannot be
+    recomputed, such as the mask of a dropout, is kept all the same.
 
     Args:
         kind: ``keep``, ``recompute`` or ``together``.
@@ -143,13 +143,13 @@ class InPlaceCalls(TorchFunctionMode):
                 return None
             layer = (torch.fx.traceback.current_meta.get("custom") or {}).get(_LAYER_KEY)
             raise CaptureError(
-                f"the forward{f' of {layer}' if layer else ''} assigns a tensor's .data, and a schedule cannot; write into it: "
-                "tensor.copy_(...), or if a layer does so in its first call alone, call the model once before"
+                f"the forward{f' of {layer}' if layer else ''} assigns a tensor's .data, and a schedule cannot; write "
+                "into it: tensor.copy_(...), or if a layer does so in its first call alone, call the model once before"
             )
         if func is torch.bilinear and torch.is_autocast_enabled(args[0].device.type):
             raise CaptureError(
-                "the forward calls bilinear under autocast, which acts inside that operator, and a schedule cannot; call it inside "
-                "torch.autocast(device_type, enabled=False), on float32 inputs"
+                "the forward calls bilinear under autocast, which acts inside that operator, and a schedule cannot; "
+                "call it inside torch.autocast(device_type, enabled=False), on float32 inputs"
             )
         if func is torch.Tensor.polygamma_:  # which no trace knows in place
             return args[0].copy_(torch.polygamma(kwargs.get("n", args[-1]), args[0].clone()))
@@ -166,9 +166,11 @@ class InPlaceCalls(TorchFunctionMode):
 
 
 class _Layouts(TorchDispatchMode):
-    """Notes on traced nodes which arguments plain PyTorch has in another layout, since it wrote into parts of another tensor.
+    """Notes on traced nodes which arguments plain PyTorch has in another layout, since it wrote into parts of another
+    tensor.
 
-    Elementwise operators take a tensor without gaps as one row, and round the ends of rows in another way than the rest.
+    Elementwise operators take a tensor without gaps as one row, and round the ends of rows in another way than the
+    rest.
     """
 
     def __torch_dispatch__(
@@ -194,7 +196,8 @@ def eager_layouts(node: fx.Node) -> dict[int, tuple[int, ...]]:
 def note_held(context: Any) -> None:
     """Note on traced nodes that the context of a custom function holds their tensors as attributes.
 
-    Plain PyTorch frees them with autograd's graph, which lives as long as the loss: not when the function's backward has run.
+    Plain PyTorch frees them with autograd's graph, which lives as long as the loss: not when the function's backward
+    has run.
     """
     mode = get_proxy_mode()
     for tensor in pytree.tree_leaves(getattr(context, "__dict__", {})):
@@ -223,7 +226,9 @@ def called_in_place(node: fx.Node) -> bool:
 
 
 def fills_with_noise(node: fx.Node) -> bool:
-    """Whether a node is ``bernoulli_(p)`` in plain PyTorch, which draws in the order of memory; the traced operator does not."""
+    """Whether a node is ``bernoulli_(p)`` in plain PyTorch, which draws in the order of memory; the traced operator
+    does not.
+    """
     return node.target is torch.ops.aten.bernoulli.p and (
         called_in_place(node) or bool((node.meta.get("custom") or {}).get(_NOISE_KEY))
     )

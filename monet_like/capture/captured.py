@@ -64,7 +64,9 @@ class TensorMeta:
         )
 
     def empty(self) -> torch.Tensor:
-        """A new tensor of this shape, stride, dtype and device, at the start of a storage of its own; not initialised."""
+        """A new tensor of this shape, stride, dtype and device, at the start of a storage of its own; not
+        initialised.
+        """
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
     def lies_as(self, tensor: torch.Tensor) -> bool:
@@ -126,8 +128,8 @@ class Captured:
         outputs: the tensors among the flattened results.
         output_spec, output_leaves: how the results were nested, and the flattened results with ``None`` in
             place of tensors.
-        output_positions: for each of ``outputs``, its position in ``output_leaves``; several if it is returned more than once, none
-            if it is only a part of the effects.
+        output_positions: for each of ``outputs``, its position in ``output_leaves``; several if it is returned more
+            than once, none if it is only a part of the effects.
         tangents: for every output, the backward value its incoming gradient is, or None.
         parameter_gradients: (index into ``parameters``, tensor), in the order in which they become ready; several for
             one that has several names, each by the uses under one of them: autograd adds them up.
@@ -139,19 +141,21 @@ class Captured:
         as_called: plain PyTorch's program, where that is not ``program``: before variants, in autograd's order, and in
             place where the model's own calls are. Its values come first in ``metas``.
         autograd_nodes: the node of autograd's graph that each slot of ``plain`` belongs to, by the slot's name.
-        optimizer_in_backward: gradients of parameters are freed in the backward, where slots named ``release`` read them.
+        optimizer_in_backward: gradients of parameters are freed in the backward, where slots named ``release`` read
+            them.
         made_last: names of the parameters whose gradients ``program`` makes after all others, see `made_last`.
-        undelayed: the step as traced, without variants, whose gradients are all made in autograd's order; None where ``program``
-            delays none.
+        undelayed: the step as traced, without variants, whose gradients are all made in autograd's order; None where
+            ``program`` delays none.
         reads: Python values that the model reads, such as a dropout's ``p``, as they were at the capture.
         constants: the tensors among ``parameters`` and ``buffers`` that the model has not registered.
-        written: positions among ``inputs`` of those that the forward changes in place and that gradients flow through then:
-            their new contents are the last of ``outputs``.
+        written: positions among ``inputs`` of those that the forward changes in place and that gradients flow through
+            then: their new contents are the last of ``outputs``.
         changed: residents whose contents are others when the forward has ended.
         effects: what the forward sets beside its results.
         made_to_require: positions among ``inputs`` of those on which the forward calls ``requires_grad_``.
         answers: to the questions about values that the forward asks; with others it is another program.
-        examples: by value, what tensors in its memory were at the capture that decide sizes: the program's costs are for these.
+        examples: by value, what tensors in its memory were at the capture that decide sizes: the program's costs are
+            for these.
     """
 
     __repr__ = short_repr
@@ -267,7 +271,9 @@ _of_thread = threading.local()
 
 
 def shape_mode() -> FakeTensorMode:
-    """As `fake_mode`, one for all of a thread's short computations of shapes: to make a mode reads the source lines of the whole stack."""
+    """As `fake_mode`, one for all of a thread's short computations of shapes: to make a mode reads the source lines of
+    the whole stack.
+    """
     if not hasattr(_of_thread, "mode"):
         _of_thread.mode = fake_mode()
     mode: FakeTensorMode = _of_thread.mode

@@ -1,5 +1,5 @@
-"""Checks of a model before it is traced: lazy, sharded or meta-device parameters, batch norms without momentum, inputs of
-classes with rules of their own, hooks on all modules."""
+"""Checks of a model before it is traced: lazy, sharded or meta-device parameters, batch norms without momentum, inputs
+of classes with rules of their own, hooks on all modules."""
 
 from __future__ import annotations
 
@@ -29,27 +29,28 @@ def check_initialized(model: nn.Module, *, planned: bool = False) -> None:
         planned: for a device that is not here: no memory is needed.
 
     Raises:
-        UsageError: a lazy module has not seen an input yet, a tensor is on the meta device, or a module was scripted or traced.
+        UsageError: a lazy module has not seen an input yet, a tensor is on the meta device, or a module was scripted or
+            traced.
     """
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise UsageError(
-                f"{name or 'the model'} is in TorchScript (torch.jit.script, trace or load), whose layers cannot be captured; give the "
-                "module that it was made from, or leave it as it is and give schedules to other parts of the model: "
-                "monet_like.auto_schedule(model, blocks=...)"
+                f"{name or 'the model'} is in TorchScript (torch.jit.script, trace or load), whose layers cannot be "
+                "captured; give the module that it was made from, or leave it as it is and give schedules to other "
+                "parts of the model: monet_like.auto_schedule(model, blocks=...)"
             )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if not planned and not is_lazy(tensor) and tensor.is_meta:
             raise UsageError(
-                f"{name} of {type(model).__name__} is on the meta device, where tensors have no values; build the model on the "
-                "device that it will train on, or call model.to_empty(device=...) and load its weights; to plan it as it is, name a GPU "
-                "that is not here (roofline:h100)"
+                f"{name} of {type(model).__name__} is on the meta device, where tensors have no values; build the "
+                "model on the device that it will train on, or call model.to_empty(device=...) and load its weights; "
+                "to plan it as it is, name a GPU that is not here (roofline:h100)"
             )
     for name, module in model.named_modules():
         if any(map(is_lazy, (*module._parameters.values(), *module._buffers.values()))):
             raise UsageError(
-                f"{name or type(model).__name__} is a lazy module whose parameters have no shapes yet; call the model once on "
-                "an example first"
+                f"{name or type(model).__name__} is a lazy module whose parameters have no shapes yet; call the model "
+                "once on an example first"
             )
 
 
@@ -64,16 +65,17 @@ def check_unsharded(model: nn.Module) -> None:
         who, parameters = name or type(model).__name__, [p for p in module._parameters.values() if p is not None]
         if any(hasattr(parameter, "ds_id") for parameter in parameters):
             raise CaptureError(
-                f"{who} has parameters that DeepSpeed's ZeRO stage 3 gathers while the step runs, outside of a schedule; take stage 1 or 2, "
-                "or fully_shard (FSDP2) with auto_schedule(model, blocks=...)"
+                f"{who} has parameters that DeepSpeed's ZeRO stage 3 gathers while the step runs, outside of a "
+                "schedule; take stage 1 or 2, or fully_shard (FSDP2) with auto_schedule(model, blocks=...)"
             )
         if any(hasattr(parameter, "device_mesh") for parameter in parameters):
             raise CaptureError(
                 f"{who} has sharded parameters, which are gathered while the step runs; shard around it: "
                 "fully_shard(ScheduleWrapper(model, ...)), or auto_schedule(model, blocks=...) and then fully_shard"
                 if from_fsdp
-                else f"{who} has parameters that are split among processes (DTensor, tensor parallelism), and a schedule holds only one "
-                "process's own operators; plan the parts that are not split, auto_schedule(model, blocks=[...]), or shard by fully_shard"
+                else f"{who} has parameters that are split among processes (DTensor, tensor parallelism), and a "
+                "schedule holds only one process's own operators; plan the parts that are not split, "
+                "auto_schedule(model, blocks=[...]), or shard by fully_shard"
             )
 
 
@@ -96,26 +98,28 @@ def check_momentum(model: nn.Module) -> None:
         averaging = isinstance(module, _BATCH_NORMS) and module.training and module.track_running_stats
         if averaging and module.momentum is None:
             raise CaptureError(
-                f"{name or type(model).__name__} has momentum=None, so its average depends on how many steps there were; give "
-                "it a number, such as momentum=0.1"
+                f"{name or type(model).__name__} has momentum=None, so its average depends on how many steps there "
+                "were; give it a number, such as momentum=0.1"
             )
 
 
 def check_surroundings(model: nn.Module) -> None:
-    """Refuse what would be part of a trace, or of each call, and not of the other: hooks on all modules, cached weights.
+    """Refuse what would be part of a trace, or of each call, and not of the other: hooks on all modules, cached
+    weights.
 
     Raises:
         CaptureError: there are such.
     """
     if hooks := hooks_on_all_modules():
         raise CaptureError(
-            f"a hook on all modules is registered ({getattr(hooks[0], '__qualname__', hooks[0])}), and in a schedule modules do not "
-            f"run one by one; register it on the modules of {type(model).__name__}, or remove it while schedules run"
+            f"a hook on all modules is registered ({getattr(hooks[0], '__qualname__', hooks[0])}), and in a schedule "
+            f"modules do not run one by one; register it on the modules of {type(model).__name__}, or remove it while "
+            "schedules run"
         )
     if parametrize._cache_enabled and any(map(parametrize.is_parametrized, model.modules())):
         raise CaptureError(
-            f"{type(model).__name__} was called inside parametrize.cached(), whose tensors a trace cannot take; a schedule computes "
-            "weights that have parametrizations once for each use: call it outside"
+            f"{type(model).__name__} was called inside parametrize.cached(), whose tensors a trace cannot take; a "
+            "schedule computes weights that have parametrizations once for each use: call it outside"
         )
 
 
@@ -125,12 +129,16 @@ def acts_as_plain(tensor: torch.Tensor) -> bool:
     if kind in _PLAIN_TYPES or kind.__module__.partition(".")[0] in _OF_LABELS:
         return True
     function = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
-    functions = (torch.Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # type: ignore[attr-defined]
+    # type: ignore[attr-defined]
+    functions = (torch.Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)
     return function in functions and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
 def may_have_gradient(tensor: torch.Tensor) -> bool:
-    """Whether it matters that a tensor is given as several inputs: its gradient is the sum of theirs. Token ids have none."""
+    """Whether it matters that a tensor is given as several inputs: its gradient is the sum of theirs.
+
+    Token ids have none.
+    """
     return tensor.dtype.is_floating_point or tensor.dtype.is_complex
 
 
@@ -140,7 +148,8 @@ def attributes_of(tensor: torch.Tensor) -> tuple[str, ...]:
 
 
 def check_arguments(model: nn.Module, arguments: Iterable[Any]) -> None:
-    """Refuse inputs whose class decides what operators compute, and sparse ones: a schedule computes with plain tensors.
+    """Refuse inputs whose class decides what operators compute, and sparse ones: a schedule computes with plain
+    tensors.
 
     Raises:
         CaptureError: there is one. Tensors that consist of others, such as quantised ones, have an error of their own.
@@ -148,14 +157,14 @@ def check_arguments(model: nn.Module, arguments: Iterable[Any]) -> None:
     for leaf in arguments:
         if isinstance(leaf, torch.Tensor) and not acts_as_plain(leaf) and not is_traceable_wrapper_subclass(leaf):
             raise CaptureError(
-                f"an input of {type(model).__name__} is a {type(leaf).__name__}, which decides itself what operators compute, and a "
-                "schedule computes with plain tensors; give x.as_subclass(torch.Tensor)"
+                f"an input of {type(model).__name__} is a {type(leaf).__name__}, which decides itself what operators "
+                "compute, and a schedule computes with plain tensors; give x.as_subclass(torch.Tensor)"
             )
         if isinstance(leaf, torch.Tensor) and leaf.layout not in (torch.strided, torch.jagged):
             raise CaptureError(
-                f"an input of {type(model).__name__} is of layout {leaf.layout}, and a schedule computes with tensors that have "
-                "strides; give x.to_dense(), or give the parts of the model that take no sparse tensors schedules of their own "
-                "(monet_like.auto_schedule(model, blocks=...))"
+                f"an input of {type(model).__name__} is of layout {leaf.layout}, and a schedule computes with tensors "
+                "that have strides; give x.to_dense(), or give the parts of the model that take no sparse tensors "
+                "schedules of their own (monet_like.auto_schedule(model, blocks=...))"
             )
 
 
@@ -172,6 +181,6 @@ def check_attributes(model: nn.Module, arguments: Iterable[Any], names: Set[str]
         read = [name for name in attributes_of(leaf) if name in names] if isinstance(leaf, torch.Tensor) else []
         if read:
             raise CaptureError(
-                f"an input of {type(model).__name__} has the attribute {read[0]}, which its forward reads; give it as an argument "
-                "of its own"
+                f"an input of {type(model).__name__} has the attribute {read[0]}, which its forward reads; give it as "
+                "an argument of its own"
             )

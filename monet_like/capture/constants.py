@@ -1,9 +1,9 @@
 """Constants: tensors that a forward reads although they are not parameters, buffers or arguments of the model.
 
 Some live in the user's objects: plain attributes, lists, dicts, globals, closures, modules that are registered nowhere.
-`HeldTensors` has the tracer take these for parameters and buffers of the model, so that a step reads the very tensor that
-the user's object holds, sees what is written into it, and gives it a gradient. Others are made in the forward from numbers
-(``torch.tensor([0.485, 0.456])``): they stay in the graph as attributes, and `Constants` keeps them.
+`HeldTensors` has the tracer take these for parameters and buffers of the model, so that a step reads the very tensor
+that the user's object holds, sees what is written into it, and gives it a gradient. Others are made in the forward from
+numbers (``torch.tensor([0.485, 0.456])``): they stay in the graph as attributes, and `Constants` keeps them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ def constant_name(number: int) -> str:
 
 
 class InputRequires(BaseException):
-    """Ends a trace whose forward calls ``requires_grad_`` on an input: it is made again with that input requiring a gradient."""
+    """Ends a trace whose forward calls ``requires_grad_`` on an input: it is made again with that input requiring a
+    gradient.
+    """
 
     def __init__(self, position: int) -> None:
         super().__init__()
@@ -116,12 +118,13 @@ class HeldTensors(TorchFunctionMode):
             return _OF_LEAF[func]
         if func == _GRAD and _dispatch_depth() >= self._depth and (_outside(args[0]) or id(args[0]) in self._given):
             raise CaptureError(
-                "the forward reads .grad of a parameter or an input, which changes with every step, and a schedule would not see it; "
-                "give it as an argument, or copy it into a buffer before the call"
+                "the forward reads .grad of a parameter or an input, which changes with every step, and a schedule "
+                "would not see it; give it as an argument, or copy it into a buffer before the call"
             )
         if func == _SET_GRAD and _dispatch_depth() >= self._depth and (_outside(args[0]) or id(args[0]) in self._given):
             raise CaptureError(
-                "the forward sets .grad of a parameter or an input, and a schedule would not; set it before or after the call"
+                "the forward sets .grad of a parameter or an input, and a schedule would not; set it before or after "
+                "the call"
             )
         if func in _REQUIRES and _dispatch_depth() >= self._depth and (_outside(args[0]) or id(args[0]) in self._given):
             self._check_requires(args[0], (*args[1:], *(kwargs or {}).values(), True)[0])
@@ -146,8 +149,8 @@ class HeldTensors(TorchFunctionMode):
         if wanted and id(leaf) in self._inputs and leaf.grad_fn is None:
             raise InputRequires(self._inputs[id(leaf)])
         raise CaptureError(
-            f"the forward sets requires_grad of {'an input' if id(leaf) in self._inputs else 'a parameter or buffer'} to {wanted}, and a "
-            "schedule would not; set it before the call"
+            f"the forward sets requires_grad of {'an input' if id(leaf) in self._inputs else 'a parameter or buffer'} "
+            f"to {wanted}, and a schedule would not; set it before the call"
         )
 
     def _changes(self, func: Any, kwargs: Mapping[str, Any]) -> bool:
@@ -197,8 +200,8 @@ class HeldTensors(TorchFunctionMode):
 def foreign_memory() -> CaptureError:
     """The error for a forward that writes into memory of another library, which a schedule would not do."""
     return CaptureError(
-        "the forward makes a tensor of memory that is not PyTorch's, such as a NumPy array, and changes it in place; change a "
-        "clone of it"
+        "the forward makes a tensor of memory that is not PyTorch's, such as a NumPy array, and changes it in place; "
+        "change a clone of it"
     )
 
 
@@ -213,7 +216,9 @@ def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _outside(leaf: Any) -> bool:
-    """Whether an object is a tensor from outside the trace: the trace's own are `FunctionalTensor`, or within one, as for ``tolist``."""
+    """Whether an object is a tensor from outside the trace: the trace's own are `FunctionalTensor`, or within one, as
+    for ``tolist``.
+    """
     return (
         type(leaf) in _PLAIN_TYPES
         and not isinstance(leaf, FunctionalTensor)
@@ -317,7 +322,9 @@ def members_of(member: Any) -> Any:
 
 
 def _places(model: nn.Module, arguments: Iterable[Any], tensors: Iterable[torch.Tensor]) -> list[Place]:
-    """Where attributes of the model's modules, and of other objects that the model is given, hold one of ``tensors``."""
+    """Where attributes of the model's modules, and of other objects that the model is given, hold one of
+    ``tensors``.
+    """
     search = _Search(tensors)
     for module in model.modules():
         search.within(module.__dict__, without=_REGISTERED)

@@ -25,7 +25,9 @@ def each_once(change: Callable[[torch.Tensor], Any], example: Example) -> Exampl
 
 
 def with_batch(example: Example, wanted: int) -> Example:
-    """The example at another batch size: ``wanted`` replaces the leading extent of every tensor that has the batch's."""
+    """The example at another batch size: ``wanted`` replaces the leading extent of every tensor that has
+    the batch's.
+    """
     tensors = [t for t in tensors_of(example) if t.dim()]
     batch = tensors[0].shape[0] if tensors else wanted
 
@@ -122,7 +124,8 @@ def specs_in_words(specs: tuple[InputSpec, ...]) -> str:
     """Input descriptions as text for messages, such as ``float32[8, 3, 224, 224] channels_last``."""
     return (
         ", ".join(
-            f"{s.dtype}{list(s.shape)}{' ' + s.layout if s.layout else ''}{' (requires grad)' if s.requires_grad else ''}"
+            f"{s.dtype}{list(s.shape)}{' ' + s.layout if s.layout else ''}"
+            f"{' (requires grad)' if s.requires_grad else ''}"
             for s in specs
         )
         or "no tensor"

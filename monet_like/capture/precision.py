@@ -27,7 +27,9 @@ def autocast_as(name: str, device: torch.device) -> AbstractContextManager[None]
 
 
 def layout_of(tensor: torch.Tensor) -> str:
-    """The name of a tensor's memory layout: ``channels_last``, ``channels_last_3d``, or "" for row-major and all others."""
+    """The name of a tensor's memory layout: ``channels_last``, ``channels_last_3d``, or "" for row-major and all
+    others.
+    """
     if tensor.layout is not torch.strided or tensor.is_contiguous():
         return ""
     dims = {4: "channels_last", 5: "channels_last_3d"}
@@ -36,7 +38,10 @@ def layout_of(tensor: torch.Tensor) -> str:
 
 
 def weights_layout(model: nn.Module) -> str:
-    """The layout of a model's first parameter with a named one. (1x1 filters are row-major as well, so they have none.)"""
+    """The layout of a model's first parameter with a named one.
+
+    (1x1 filters are row-major as well, so they have none.)
+    """
     return first_layout(model.parameters())
 
 

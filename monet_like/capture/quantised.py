@@ -1,7 +1,8 @@
-"""Layers of bitsandbytes whose frozen weights are quantised: which of them can be captured, and their state before a trace.
+"""Layers of bitsandbytes whose frozen weights are quantised: which of them can be captured, and their state before a
+trace.
 
-The layers settle in their first call: they move scales from the weight to the layer and cast the bias for good. `settle` does
-so before a trace, which keeps nothing that a forward assigns.
+The layers settle in their first call: they move scales from the weight to the layer and cast the bias for good.
+`settle` does so before a trace, which keeps nothing that a forward assigns.
 """
 
 from __future__ import annotations
@@ -59,33 +60,34 @@ def check_quantised(model: nn.Module, target: torch.device | None) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and is_traceable_wrapper_subclass(parameter):
             raise CaptureError(
-                f"{name} is a {type(parameter).__name__} that requires a gradient, and a schedule has gradients of plain tensors "
-                "alone; freeze it with requires_grad_(False) and train an adapter, or quantise after the training"
+                f"{name} is a {type(parameter).__name__} that requires a gradient, and a schedule has gradients of "
+                "plain tensors alone; freeze it with requires_grad_(False) and train an adapter, or quantise after the "
+                "training"
             )
     for name, layer in _layers(model, "Embedding4bit"):
         raise CaptureError(
-            f"{name or type(model).__name__} is a {type(layer).__name__}, which copies its scales in every call; keep embeddings in "
-            "16 bits, or use Embedding8bit"
+            f"{name or type(model).__name__} is a {type(layer).__name__}, which copies its scales in every call; keep "
+            "embeddings in 16 bits, or use Embedding8bit"
         )
     for name, layer in _layers(model, "Linear8bitLt"):
         said = f"{name or type(model).__name__} is a Linear8bitLt"
         state, device = layer.state, layer.weight.device
         if state.has_fp16_weights:
             raise CaptureError(
-                f"{said} with has_fp16_weights=True, which quantises its weight anew in every step and keeps it; freeze it with "
-                "has_fp16_weights=False and train an adapter"
+                f"{said} with has_fp16_weights=True, which quantises its weight anew in every step and keeps it; "
+                "freeze it with has_fp16_weights=False and train an adapter"
             )
         if state.CB is None:
             raise CaptureError(_not_quantised(name, layer))
         if target is not None and target.type != device.type:
             raise CaptureError(
-                f"{said}, and bitsandbytes computes it on a {target.type} device in another way than on {device.type}; plan "
-                "where it trains, or use Linear4bit"
+                f"{said}, and bitsandbytes computes it on a {target.type} device in another way than on {device.type}; "
+                "plan where it trains, or use Linear4bit"
             )
         if state.threshold > 0 and not (layer.training and device.type in _DEQUANTISING):
             raise CaptureError(
-                f"{said} with threshold={state.threshold}, which computes apart as many columns as hold large values; set "
-                "threshold=0.0 (BitsAndBytesConfig: llm_int8_threshold=0.0), or use Linear4bit"
+                f"{said} with threshold={state.threshold}, which computes apart as many columns as hold large values; "
+                "set threshold=0.0 (BitsAndBytesConfig: llm_int8_threshold=0.0), or use Linear4bit"
             )
 
 
@@ -96,8 +98,8 @@ def int8_weights(model: nn.Module) -> frozenset[str]:
 
 def _not_quantised(name: str, layer: nn.Module) -> str:
     return (
-        f"{name or type(layer).__name__} is a {type(layer).__name__} whose weight is not quantised yet; move the model to its "
-        "device first: model.to(device)"
+        f"{name or type(layer).__name__} is a {type(layer).__name__} whose weight is not quantised yet; move the model "
+        "to its device first: model.to(device)"
     )
 
 

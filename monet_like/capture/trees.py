@@ -1,7 +1,8 @@
 """Arguments and results as trees of tensors: PyTorch's pytree, and objects that hold tensors, such as dataclasses.
 
-An object of a class that pytree does not know counts as a node if it holds a tensor: in its attributes, in slots, or as a dict or
-list of a class of its own. A user's class is never registered in PyTorch's pytree, where it would stay a node for everybody.
+An object of a class that pytree does not know counts as a node if it holds a tensor: in its attributes, in slots, or as
+a dict or list of a class of its own. A user's class is never registered in PyTorch's pytree, where it would stay a node
+for everybody.
 """
 
 from __future__ import annotations
@@ -165,8 +166,8 @@ def taken_apart(tree: Any, *, results: bool = False) -> Any:
     """The tree with `_Fields` for every object that holds tensors.
 
     Args:
-        results: the tree is of results, which are made anew in each call: instances of dataclasses without tensors are taken
-            apart, too, and objects that others refer to weakly are not.
+        results: the tree is of results, which are made anew in each call: instances of dataclasses without tensors are
+            taken apart, too, and objects that others refer to weakly are not.
     """
     seen: dict[int, int] = {}
 
@@ -258,7 +259,9 @@ def _rebuilt(node: Any, change: Callable[[Any], Any]) -> Any:
 
 @contextlib.contextmanager
 def placed(tree: Any, leaves: list[Any] | None, watch: Any = None) -> Iterator[Any]:
-    """Arguments with other leaves, in the order of `flattened`. Objects are the caller's own, and hold them until this ends.
+    """Arguments with other leaves, in the order of `flattened`.
+
+    Objects are the caller's own, and hold them until this ends.
 
     Args:
         leaves: None: their own.

@@ -1,4 +1,6 @@
-"""Reads the decoder that is asked about: a named shape, a model of Transformers from its config, or one of the user's."""
+"""Reads the decoder that is asked about: a named shape, a model of Transformers from its config, or one of
+the user's.
+"""
 
 from __future__ import annotations
 
@@ -95,9 +97,10 @@ def read_question(
     """Build the decoder, without memory for its weights, and put adapters on it.
 
     Args:
-        model: a name of `monet_like.models.SHAPES` (llama_8b; 8B and Llama-3.1-8B are the same), a ``config.json`` or the folder with it, a
-            name on Hugging Face whose config is in the cache, ``transformers:CLASS(CONFIG.json)``, another
-            MODEL of the command line, or a module on the meta device. It is changed: its dtype, and its adapters.
+        model: a name of `monet_like.models.SHAPES` (llama_8b; 8B and Llama-3.1-8B are the same), a ``config.json`` or
+            the folder with it, a name on Hugging Face whose config is in the cache,
+            ``transformers:CLASS(CONFIG.json)``, another MODEL of the command line, or a module on the meta device. It
+            is changed: its dtype, and its adapters.
 
     Raises:
         UsageError: an argument is wrong, or the model is no decoder whose blocks are known.
@@ -114,7 +117,8 @@ def read_question(
     built = _built(model) if isinstance(model, str) else model
     if not all(tensor.is_meta for tensor in (*built.parameters(), *built.buffers())):
         raise UsageError(
-            f"{name} is not on the meta device, and its weights are not needed here; build it inside `with torch.device('meta'):`"
+            f"{name} is not on the meta device, and its weights are not needed here; build it inside `with "
+            "torch.device('meta'):`"
         )
     built.to(kind).train()
     parts = parts_of(built)
@@ -124,7 +128,8 @@ def read_question(
     if not any(p.requires_grad for p in built.parameters()):
         raise UsageError(f"nothing in {name} requires a gradient; leave some parameters trainable, or add --lora 16")
     asked = Question(
-        name=name, model=built, parts=parts, dtype=kind, optimizer=optimizer, optimizer_in_backward=optimizer_in_backward,
+        name=name, model=built, parts=parts, dtype=kind, optimizer=optimizer,
+        optimizer_in_backward=optimizer_in_backward,
         attention=attention, mode=mode, lora=lora, quantisation=quant,
     )  # fmt: skip
     _ = asked.optimizer_bytes
@@ -147,7 +152,9 @@ def _built(text: str) -> nn.Module:
 
 
 def _config_of(text: str) -> Path | None:
-    """The ``config.json`` that is meant: a file, the folder with it, or that of a model on Hugging Face in the cache; None: none of these."""
+    """The ``config.json`` that is meant: a file, the folder with it, or that of a model on Hugging Face in the cache;
+    None: none of these.
+    """
     path = Path(text)
     if path.suffix == ".json" or (path / "config.json").is_file():
         return path / "config.json" if path.is_dir() else path
@@ -160,8 +167,8 @@ def _config_of(text: str) -> Path | None:
     found = try_to_load_from_cache(text, "config.json")
     if not isinstance(found, str):
         raise UsageError(
-            f"the config of {text} is not in Hugging Face's cache; load it once (transformers.AutoConfig.from_pretrained({text!r})), or "
-            "give its config.json"
+            f"the config of {text} is not in Hugging Face's cache; load it once "
+            f"(transformers.AutoConfig.from_pretrained({text!r})), or give its config.json"
         )
     return Path(found)
 
@@ -175,7 +182,8 @@ def _architecture(path: Path) -> str:
     kinds = _content(path).get("architectures")
     if not kinds:
         raise UsageError(
-            f"{path} does not say of which class the model is (architectures); give such as transformers:LlamaForCausalLM({path})"
+            f"{path} does not say of which class the model is (architectures); give such as "
+            f"transformers:LlamaForCausalLM({path})"
         )
     return str(kinds[0])
 
@@ -207,9 +215,9 @@ def _of_transformers(kind: str, path: Path) -> nn.Module:
         raise UsageError(f"Transformers has no model {kind!r}; give such as transformers:LlamaForCausalLM(config.json)")
     if not getattr(make, "_supports_sdpa", False):
         raise UsageError(
-            f"transformers:{kind} computes attention by code of its own (caps or sinks of its scores, or none at all), and fits knows "
-            "PyTorch's scaled_dot_product_attention alone; give a module on the meta device with a method parts() that returns "
-            "monet_like.models.Parts"
+            f"transformers:{kind} computes attention by code of its own (caps or sinks of its scores, or none at all), "
+            "and fits knows PyTorch's scaled_dot_product_attention alone; give a module on the meta device with a "
+            "method parts() that returns monet_like.models.Parts"
         )
     path = path / "config.json" if path.is_dir() else path
     content = _content(path)

@@ -40,21 +40,22 @@ def fits(
 ) -> Fits:
     """Predict which cards a decoder trains on; no card and no weights are needed.
 
-    Each distinct block is captured once, on meta tensors as on the target card, and gets a menu of schedules. For each card one
-    integer program chooses a schedule for every block, so that the whole step fits (`monet_like.plan.step.choice`).
+    Each distinct block is captured once, on meta tensors as on the target card, and gets a menu of schedules. For each
+    card one integer program chooses a schedule for every block, so that the whole step fits
+    (`monet_like.plan.step.choice`).
 
     Args:
-        model: a name such as ``"Llama-3.1-8B"``, a ``config.json`` of Transformers, the name of a model on Hugging Face whose config is in
-            the cache, ``"transformers:LlamaForCausalLM(config.json)"``, another MODEL of the command
+        model: a name such as ``"Llama-3.1-8B"``, a ``config.json`` of Transformers, the name of a model on Hugging Face
+            whose config is in the cache, ``"transformers:LlamaForCausalLM(config.json)"``, another MODEL of the command
             line, or a module whose parts are known (`monet_like.models.parts_of`).
         batch, length: samples and tokens of a step.
-        cards: names of data sheets in `monet_like.profile.devices.DEVICES` such as ``"rtx3090"``, memories such as ``"24GB"``, which
-            get the rates of the usual card of that size, or data sheets.
+        cards: names of data sheets in `monet_like.profile.devices.DEVICES` such as ``"rtx3090"``, memories such as
+            ``"24GB"``, which get the rates of the usual card of that size, or data sheets.
         largest: what to look for the largest of: ``batch`` at this length, ``length`` at this batch, or "".
         reserve: of each card's memory that the step may not use, such as ``"1 GB"``.
         progress: called with lines for people.
-        options: ``dtype``, ``lora``, ``quant``, ``optimizer``, ``optimizer_in_backward``, ``attention`` and ``mode``; see
-            `monet_like.cards.decoder.read_question`.
+        options: ``dtype``, ``lora``, ``quant``, ``optimizer``, ``optimizer_in_backward``, ``attention`` and ``mode``;
+            see `monet_like.cards.decoder.read_question`.
 
     Raises:
         UsageError: an argument is wrong.
@@ -71,8 +72,8 @@ def fits(
     window = attention_window(asked.model)
     if 0 < window < length:
         raise UsageError(
-            f"{asked.name} has layers that look {window} tokens back, by a mask where a sample is longer, and fits knows attention "
-            f"without a mask alone; ask for a length of at most {window}"
+            f"{asked.name} has layers that look {window} tokens back, by a mask where a sample is longer, and fits "
+            f"knows attention without a mask alone; ask for a length of at most {window}"
         )
     answer = Answer(asked, batch, length, free, progress or (lambda _: None))
     for card in limits:
@@ -97,7 +98,9 @@ def _card(card: str | DeviceLimits) -> DeviceLimits:
 
 
 def _named(card: str, gpus: Mapping[str, DeviceLimits]) -> DeviceLimits | None:
-    """The data sheet of a name, however it is spelt; of a memory such as 24GB one with the rates of the usual card of that size."""
+    """The data sheet of a name, however it is spelt; of a memory such as 24GB one with the rates of the usual card of
+    that size.
+    """
     short = re.sub(r"nvidia|geforce|tesla|[^a-z0-9.]", "", card.lower())
     for name, limits in gpus.items():
         if short in (re.sub("[^a-z0-9]", "", word.lower().replace("geforce", "")) for word in (name, *limits.products)):

@@ -20,8 +20,8 @@ _DOUBLINGS = 22
 def add_largest(answer: Answer, cards: Sequence[DeviceLimits], what: str) -> list[Row]:
     """The rows with the largest batch or length that fits.
 
-    Schedules are those that were found at the asked size, so more may fit than is found. Bytes at other sizes are those of
-    captures at the asked size and its double, and for lengths, which attention may need the square of, its treble.
+    Schedules are those that were found at the asked size, so more may fit than is found. Bytes at other sizes are those
+    of captures at the asked size and its double, and for lengths, which attention may need the square of, its treble.
     """
     searches: dict[Capability, _Search] = {}
     found: dict[tuple[str, str], int] = {}

@@ -1,4 +1,6 @@
-"""The programs of a decoder's parts at one size: each distinct block is captured once, whatever the number of its copies."""
+"""The programs of a decoder's parts at one size: each distinct block is captured once, whatever the number of its
+copies.
+"""
 
 from __future__ import annotations
 
@@ -94,8 +96,8 @@ class Capturing:
         """The parts at a size, for a card of this compute capability.
 
         Args:
-            like: the parts at another size, whose gradients are made last here, too: which ones it pays for depends on the
-                size, and schedules of one size are schedules of another only where the order is the same.
+            like: the parts at another size, whose gradients are made last here, too: which ones it pays for depends on
+                the size, and schedules of one size are schedules of another only where the order is the same.
 
         Raises:
             CaptureError: a part cannot be captured.

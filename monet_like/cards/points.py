@@ -1,4 +1,6 @@
-"""Schedules of one part of a decoder: plain PyTorch's, with a checkpoint around the part, and our own, with their costs."""
+"""Schedules of one part of a decoder: plain PyTorch's, with a checkpoint around the part, and our own, with their
+costs.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from ..plan.baseline import plain_step, store_all
 from ..plan.step.menus import efficient, menu, point_of
 from .pieces import Piece
 
-#: Wall seconds for the menu of one part, about. The search ends by itself before, unless the machine is slow or very busy: so its
-#: answers do not depend on what else runs there.
+#: Wall seconds for the menu of one part, about. The search ends by itself before, unless the machine is slow or very
+#: busy: so its answers do not depend on what else runs there.
 MENU_SECONDS = 120.0
 #: Where between the least peak of a part and that of a schedule another one is looked for.
 PEAK_SHARES = (0.0,)
@@ -64,7 +66,9 @@ def own_point(captured: Captured, schedule: Schedule, costs: Mapping[str, Cost])
 def own_schedules(
     captured: Captured, costs: Mapping[str, Cost], progress: Callable[[str], None] | None = None
 ) -> tuple[Schedule, ...]:
-    """Schedules of a part that trade time, carried bytes and peaks off, found by the local search with the costs of one card."""
+    """Schedules of a part that trade time, carried bytes and peaks off, found by the local search with the costs of one
+    card.
+    """
     found = menu(
         captured.program, costs, strategy="heuristic", time_limit_seconds=MENU_SECONDS,
         peak_shares=PEAK_SHARES, progress=progress,
@@ -78,8 +82,8 @@ def checkpointed(program: Program, saved_operators: Container[str] = ()) -> Sche
     Args:
         saved_operators: names whose results are saved (selective checkpointing), such as ``"aten.mm.default"``.
 
-    As with PyTorch's early stop, only what the backward needs is made again. Tasks that may run only once, such as random
-    draws, and those that make a result, which the caller holds, are not run again: what they make is kept.
+    As with PyTorch's early stop, only what the backward needs is made again. Tasks that may run only once, such as
+    random draws, and those that make a result, which the caller holds, are not run again: what they make is kept.
     """
     plain = store_all(program)
     maker = {v: index for index in plain.forward for v in program.tasks[index].writes}
@@ -140,7 +144,10 @@ class Sized:
         return all(alike(first.captured, other.captured) for other in others)
 
     def priced(self, schedules: Sequence[Schedule], size: int) -> Priced:
-        """The part at another size. Its bytes are exact up to the allocator's rounding; its seconds are the first capture's."""
+        """The part at another size.
+
+        Its bytes are exact up to the allocator's rounding; its seconds are the first capture's.
+        """
         first = self.pieces[0].captured
         programs = [self._program([p.captured.program for p in self.pieces], size)]
         programs.append(self._program([p.captured.plain for p in self.pieces], size))

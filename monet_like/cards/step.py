@@ -1,10 +1,10 @@
 """The step of a whole decoder as moments, from its parts: what exists when each part runs.
 
-Parameters, buffers, the optimizer's state, tokens and cuBLAS's workspaces exist throughout. In the forward of block ``b`` the
-residual stream before each block up to ``b`` exists as well; blocks keep it for their backward. In the backward of block ``b``
-there are the residual streams before all blocks up to ``b``, the gradient of the one behind it, and the gradients of all
-parameters behind it. An optimizer in the backward frees these at once, except those of a tied weight, which are complete at the
-end alone. Otherwise the optimizer steps with all gradients.
+Parameters, buffers, the optimizer's state, tokens and cuBLAS's workspaces exist throughout. In the forward of block
+``b`` the residual stream before each block up to ``b`` exists as well; blocks keep it for their backward. In the
+backward of block ``b`` there are the residual streams before all blocks up to ``b``, the gradient of the one behind it,
+and the gradients of all parameters behind it. An optimizer in the backward frees these at once, except those of a tied
+weight, which are complete at the end alone. Otherwise the optimizer steps with all gradients.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ def _moments(question: Question, pieces: Pieces, kinds: Sequence[Piece], base: i
 
 
 def _tied_bytes(question: Question) -> int:
-    """The gradient of a tied weight, which an optimizer in the backward has to wait for until the embedding's is added."""
+    """The gradient of a tied weight, which an optimizer in the backward has to wait for until the
+    embedding's is added.
+    """
     if not question.optimizer_in_backward:
         return 0
     return sum(p.numel() * p.element_size() for p in _tied(question))
@@ -85,7 +87,8 @@ def _tied(question: Question) -> list[Any]:
 def _temporaries(question: Question, gradients: int) -> int:
     """What a step of all parameters at once takes: for Adam one list of tensors as large as the gradients.
 
-    PyTorch's documentation of ``torch.optim.Adam``: its default ``foreach`` needs about as much memory more as the parameters.
+    PyTorch's documentation of ``torch.optim.Adam``: its default ``foreach`` needs about as much memory more as the
+    parameters.
     """
     return gradients if OPTIMIZERS[question.optimizer].temporaries else 0
 

@@ -16,8 +16,8 @@ WAYS = ("plain", "checkpoint", "ours")
 TITLES = {"plain": "plain", "checkpoint": "checkpoint per block", "ours": "our plan"}
 #: What a table says of its figures.
 NOTE = (
-    "predicted: bytes as the simulator counts them, seconds from datasheet rates and the shares of them that operators reached on an H200; forward and backward "
-    "without the optimizer's step"
+    "predicted: bytes as the simulator counts them, seconds from datasheet rates and the shares of them that operators "
+    "reached on an H200; forward and backward without the optimizer's step"
 )
 
 
@@ -34,8 +34,8 @@ class Row:
         missing_bytes: by how much it does not fit; 0: it fits.
         seconds: of forward and backward; None: our plan does not fit.
         against_plain: ``seconds`` as a multiple of plain PyTorch's on this card, whether that fits or not.
-        bound_seconds: no schedules of the parts that fit are faster, whether they were found or not; 0: nothing is known. None but
-            for our plan.
+        bound_seconds: no schedules of the parts that fit are faster, whether they were found or not; 0: nothing is
+            known. None but for our plan.
         limit: the part of the step with the peak.
         largest: largest batch, or length, that fits; 0: none; None: not asked for.
     """
@@ -54,7 +54,9 @@ class Row:
 
     @property
     def gap(self) -> float | None:
-        """By how much of its seconds our plan may be slower than the fastest of all schedules that fit; None where it does not fit."""
+        """By how much of its seconds our plan may be slower than the fastest of all schedules that fit; None where it
+        does not fit.
+        """
         if self.seconds is None or self.bound_seconds is None:
             return None
         return 1 - self.bound_seconds / self.seconds if self.seconds else 0.0

@@ -1,4 +1,4 @@
-"""The command line: ``monet-like solve | schedule | compare | pareto | ...``, also as ``solve.py`` and ``scripts/schedule.py``."""
+"""The command line: ``monet-like solve | schedule | ...``, also as ``solve.py`` and ``scripts/schedule.py``."""
 
 from .commands import benchmark_command, schedule_command, solve_command
 from .export_commands import export_command

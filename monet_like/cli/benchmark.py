@@ -152,7 +152,9 @@ def _check_options(input_size: int | None, steps: int, budget: str | None) -> No
 
 @dataclass(frozen=True)
 class Measured:
-    """A measure of plain PyTorch's step and of the schedule's, in bytes or seconds; and the ratio that was predicted."""
+    """A measure of plain PyTorch's step and of the schedule's, in bytes or seconds; and the ratio that
+    was predicted.
+    """
 
     what: str
     plain: float
@@ -203,7 +205,9 @@ def _change(ratio: float) -> str:
 
 
 def activation_peak(model: nn.Module, example: Example, device: torch.device) -> int:
-    """Peak memory of a step without parameters and gradients: what it allocates once all gradients exist, and the input."""
+    """Peak memory of a step without parameters and gradients: what it allocates once all gradients exist, and the
+    input.
+    """
     train_step(model, example)
     inputs = tensors_of(example)
     return sum(t.untyped_storage().nbytes() for t in inputs) + allocated_peak(

@@ -38,14 +38,19 @@ if TYPE_CHECKING:
     "--device",
     default="auto",
     show_default=True,
-    help="Where to measure: auto (CUDA if there is one), cpu, cuda:1. With --profile roofline:DEVICE, or a file recorded "
-    "on a GPU, cuda need not be here.",
+    help=(
+        "Where to measure: auto (CUDA if there is one), cpu, cuda:1. With --profile roofline:DEVICE, or a file "
+        "recorded on a GPU, cuda need not be here."
+    ),
 )
 @profile_option
 @click.option(
     "--profile-batch",
     type=int,
-    help="Measure at this batch and scale, such as 8.  [default: BATCH, or less where that would take over about a minute]",
+    help=(
+        "Measure at this batch and scale, such as 8.  [default: BATCH, or less where that would take over about a "
+        "minute]"
+    ),
 )
 @time_limit_option(60.0, "the plan")
 @gap_option
@@ -82,9 +87,9 @@ def solve_command(**options: Any) -> None:
 
     BUDGET is a number of GB (10), an amount with its unit (565MB) or a share of plain PyTorch's peak (60%).
     MODEL is a dotted call with literal arguments ("torchvision.models.resnet18(num_classes=10)"), unet, nasnet,
-    amoebanet, darts, or path/to/file.py:make_model (or the class of a module). MODE is some of the words inplace, conv, multiway, newnode, normal,
-    joined by "_"; dropit0.9, lowp16 and lowp8 admit inexact gradients, offload copies on the host,
-    algorithms those of cuDNN; by default it has all that are exact, inplace_conv_multiway_newnode.
+    amoebanet, darts, or path/to/file.py:make_model (or the class of a module). MODE is some of the words inplace, conv,
+    multiway, newnode, normal, joined by "_"; dropit0.9, lowp16 and lowp8 admit inexact gradients, offload copies on the
+    host, algorithms those of cuDNN; by default it has all that are exact, inplace_conv_multiway_newnode.
     SOLVER is HIGHS (the default), CBC, GUROBI or another that cvxpy finds, or heuristic, which needs none.
 
     \b
@@ -236,7 +241,8 @@ def largest_batch_command(**options: Any) -> None:
 @click.option("--out", type=click.Path(path_type=Path), help="Schedule file to write.  [default: as for solve]")
 @with_terminal
 def tune_command(**options: Any) -> None:
-    """The batch and schedule with the highest throughput (samples/s) within BUDGET (GB, or such as 565MB); writes the schedule.
+    """The batch and schedule with the highest throughput (samples/s) within BUDGET (GB, or such as 565MB); writes the
+    schedule.
 
     Every batch tried is planned by the local search; the best few are planned in full and run, beside plain PyTorch
     at its best batch (with --profile roofline:DEVICE nothing is run).
@@ -308,8 +314,10 @@ def inspect_command(file: Path, csv_file: Path | None, terminal: Terminal) -> No
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option(
     "--model",
-    help="MODEL that FILE was solved for, such as net.py:make_model.  [default: what FILE says, where that is a net of torchvision "
-    "or of this package]",
+    help=(
+        "MODEL that FILE was solved for, such as net.py:make_model.  [default: what FILE says, where that is a net of "
+        "torchvision or of this package]"
+    ),
 )
 @click.option(
     "--out", type=click.Path(path_type=Path), help="Page to write, such as mine.html.  [default: FILE with .html]"
@@ -332,7 +340,10 @@ def inspect_command(file: Path, csv_file: Path | None, terminal: Terminal) -> No
     "--profile",
     "profile_file",
     type=click.Path(path_type=Path),
-    help="Profile file, or roofline:DEVICE, such as roofline:a100.  [default: the rates FILE was solved with, or the store of this device]",
+    help=(
+        "Profile file, or roofline:DEVICE, such as roofline:a100.  [default: the rates FILE was solved with, or the "
+        "store of this device]"
+    ),
 )
 @time_limit_option(30.0, "each plan of --front full")
 @csv_option("the step's memory timeline")
@@ -340,8 +351,8 @@ def inspect_command(file: Path, csv_file: Path | None, terminal: Terminal) -> No
 def report_command(**options: Any) -> None:
     """Draw a schedule FILE: one page for a browser, with everything in it, that needs no network.
 
-    Memory over the step beside plain PyTorch's; where it lies, layer by layer; what runs again and what that costs; what
-    other strategies would do; every run in a table to search. Needs pip install 'monet_like[plots]'.
+    Memory over the step beside plain PyTorch's; where it lies, layer by layer; what runs again and what that costs;
+    what other strategies would do; every run in a table to search. Needs pip install 'monet_like[plots]'.
 
     \b
     Examples:

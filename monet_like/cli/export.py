@@ -74,7 +74,8 @@ def _compile_plan(terminal: Terminal, record: ScheduleRecord, job: Job) -> Compi
     """Plans of Inductor's joint graphs for the budget of a schedule."""
     if job.request.target is not None:
         raise UsageError(
-            "this schedule is for a GPU that is not here, and Inductor's graphs are planned where they run; export there"
+            "this schedule is for a GPU that is not here, and Inductor's graphs are planned where they run; export "
+            "there"
         )
     extra = record.optimizer_bytes + record.cublas_bytes
     options = compile_options(record.budget_bytes, extra_bytes=extra)

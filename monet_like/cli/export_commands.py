@@ -18,33 +18,45 @@ from .options import device_option, with_terminal
     type=click.Choice(["json", "sac", "inductor", "torchtitan"]),
     default="json",
     show_default=True,
-    help="json: what becomes of the results of every operator, by module. sac: the best answers to PyTorch's selective activation "
-    "checkpointing for the same budget, for monet_like.checkpoint_policy. inductor: plans of torch.compile's graphs for the same budget, "
-    "for monet_like.compile_options; one step runs. torchtitan: as sac, with all random draws saved, for the memory policy of "
-    "examples/torchtitan_policy.py.",
+    help=(
+        "json: what becomes of the results of every operator, by module. sac: the best answers to PyTorch's selective "
+        "activation checkpointing for the same budget, for monet_like.checkpoint_policy. inductor: plans of "
+        "torch.compile's graphs for the same budget, for monet_like.compile_options; one step runs. torchtitan: as "
+        "sac, with all random draws saved, for the memory policy of examples/torchtitan_policy.py."
+    ),
 )
 @click.option(
     "--regions",
     multiple=True,
-    help="For sac and torchtitan: the modules that are checkpointed, such as 'layers.*'; may be given several times.  [default: the "
-    "whole model for sac, 'layers.*' for torchtitan]",
+    help=(
+        "For sac and torchtitan: the modules that are checkpointed, such as 'layers.*'; may be given several times.  "
+        "[default: the whole model for sac, 'layers.*' for torchtitan]"
+    ),
 )
 @click.option(
     "--model",
-    help="MODEL that FILE was solved for, such as net.py:make_model.  [default: what FILE says, where that is a net of torchvision "
-    "or of this package]",
+    help=(
+        "MODEL that FILE was solved for, such as net.py:make_model.  [default: what FILE says, where that is a net of "
+        "torchvision or of this package]"
+    ),
 )
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
-    help="File to write, such as d.json.  [default: FILE with .decisions.json, .sac.json, .inductor.json or .torchtitan.json]",
+    help=(
+        "File to write, such as d.json.  [default: FILE with .decisions.json, .sac.json, .inductor.json or "
+        ".torchtitan.json]"
+    ),
 )
 @device_option("Where to measure")
 @click.option(
     "--profile",
     "profile_file",
     type=click.Path(path_type=Path),
-    help="Profile file, or roofline:DEVICE, such as roofline:a100.  [default: the rates FILE was solved with, or the store of this device]",
+    help=(
+        "Profile file, or roofline:DEVICE, such as roofline:a100.  [default: the rates FILE was solved with, or the "
+        "store of this device]"
+    ),
 )
 @with_terminal
 def export_command(**options: Any) -> None:

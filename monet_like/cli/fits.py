@@ -38,7 +38,8 @@ def fits(
     check_results(None, csv_file)
     with terminal.progress() as progress:
         found = predict(
-            model, batch=int(batch), length=seq, cards=names, reserve=reserve, largest="" if largest == "off" else largest,
+            model, batch=int(batch), length=seq, cards=names, reserve=reserve,
+            largest="" if largest == "off" else largest,
             progress=progress.planning, **options,
         )  # fmt: skip
     header, cells = found.table()

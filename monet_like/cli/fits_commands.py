@@ -59,10 +59,14 @@ from .options import attention_option, csv_option, with_terminal
 @csv_option("a row for each card and way")
 @with_terminal
 def fits_command(**options: Any) -> None:
-    """Say which cards the decoder MODEL trains on: plain, with a checkpoint per block, and by our plan. No card is needed.
+    """Say which cards the decoder MODEL trains on: plain, with a checkpoint per block, and by our plan.
 
-    MODEL is llama_1b, llama_3b, llama_8b or llama_70b (8B and Llama-3.1-8B are the same), a config.json of Transformers, the name of a
-    model on Hugging Face whose config is in the cache, "transformers:LlamaForCausalLM(config.json)", or path/to/file.py:make_model for a model with a method parts(). Weights are not needed. All figures are predicted.
+    No card is needed.
+
+    MODEL is llama_1b, llama_3b, llama_8b or llama_70b (8B and Llama-3.1-8B are the same), a config.json of
+    Transformers, the name of a model on Hugging Face whose config is in the cache,
+    "transformers:LlamaForCausalLM(config.json)", or path/to/file.py:make_model for a model with a method parts().
+    Weights are not needed. All figures are predicted.
 
     \b
     Examples:

@@ -48,7 +48,10 @@ def with_terminal(function: Callable[..., Any]) -> Callable[..., Any]:
 attention_option = click.option(
     "--attention",
     default="",
-    help="Kind of attention that PyTorch takes, such as flash; or efficient, cudnn, math.  [default: PyTorch's choice on that card]",
+    help=(
+        "Kind of attention that PyTorch takes, such as flash; or efficient, cudnn, math.  [default: PyTorch's choice "
+        "on that card]"
+    ),
 )
 precision_options = combined(
     dtype_option,
@@ -84,7 +87,10 @@ optimizer_option = combined(
         "--optimizer",
         default="none",
         show_default=True,
-        help="Count this optimizer's state: none, sgd, momentum, adam, adamw, adam_fused, adamw_fused, adam8bit, adamw8bit, paged_adamw or paged_adamw8bit.",
+        help=(
+            "Count this optimizer's state: none, sgd, momentum, adam, adamw, adam_fused, adamw_fused, adam8bit, "
+            "adamw8bit, paged_adamw or paged_adamw8bit."
+        ),
     ),
     click.option(
         "--optimizer-in-backward",
@@ -107,7 +113,10 @@ def time_limit_option(seconds: float, what: str) -> Callable[[Any], Any]:
 
 input_shape_option = click.option(
     "--input-shape",
-    help="Without the batch, such as 3,224,224.  [default: 3,224,224; unet 3,416,608; inception_v3 3,299,299; darts 3,32,32]",
+    help=(
+        "Without the batch, such as 3,224,224.  [default: 3,224,224; unet 3,416,608; inception_v3 3,299,299; darts "
+        "3,32,32]"
+    ),
 )
 problem_arguments = combined(
     click.argument("model"),

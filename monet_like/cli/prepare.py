@@ -23,7 +23,8 @@ SOLUTIONS = Path("solutions")
 def problem_priced_by(profile_file: Path | None, **options: Any) -> Problem:
     """Read what a user typed, to be priced by a profile, if there is one.
 
-    Where it has datasheet rates or was measured on a GPU, no GPU is needed here; the latter's operators are a GPU's alone.
+    Where it has datasheet rates or was measured on a GPU, no GPU is needed here; the latter's operators are a GPU's
+    alone.
     """
     of_a_gpu = _is_of_a_gpu(profile_file)
     if of_a_gpu and options["device"] == "auto":

@@ -65,15 +65,16 @@ def problem_of(record: ScheduleRecord, model: str | None, device: str, time_limi
     """The problem that a schedule was solved for, so that it can be captured again.
 
     Args:
-        model: MODEL as the user typed it; None: as the file says, if building that runs no code but torchvision's or ours.
+        model: MODEL as the user typed it; None: as the file says, if building that runs no code but torchvision's or
+            ours.
 
     Raises:
         UsageError: the model must be named by the user, or an argument is wrong.
     """
     if model is None and not is_registered(record.model):
         raise UsageError(
-            f"the schedule is of {record.model!r}, and what a file names is not run unseen; if that is your model, say so: "
-            "--model MODEL, such as --model path/to/file.py:make_model"
+            f"the schedule is of {record.model!r}, and what a file names is not run unseen; if that is your model, say "
+            "so: --model MODEL, such as --model path/to/file.py:make_model"
         )
     floating = [i.dtype for i in record.inputs if "float" in i.dtype]
     shape = record.inputs[0].shape if record.inputs else ()
@@ -125,7 +126,8 @@ def _show(terminal: Terminal, figures: Figures, path: Path, drawn: list[Path]) -
     console.print(table)
     if ours.peak.total_bytes != figures.record.peak_bytes:
         console.print(
-            f"the file predicts a peak of {format_bytes(figures.record.peak_bytes)}, by costs of {figures.record.device}"
+            f"the file predicts a peak of {format_bytes(figures.record.peak_bytes)}, by costs of "
+            f"{figures.record.device}"
         )
     for written in (path, *drawn):
         console.print(f"wrote {written}", soft_wrap=True)

@@ -109,8 +109,8 @@ def _runtime(
         table.add_row(name, format_seconds(median), format_seconds(seconds), format_bytes(measured), format_bytes(peak))
     console.print(table)
     console.print(
-        f"check_runtime: {100 * (medians[1] / medians[0] - 1):+.1f} % time, {100 * (peaks[1] / peaks[0] - 1):+.1f} % memory, "
-        f"medians of {steps} alternating steps"
+        f"check_runtime: {100 * (medians[1] / medians[0] - 1):+.1f} % time, {100 * (peaks[1] / peaks[0] - 1):+.1f} % "
+        f"memory, medians of {steps} alternating steps"
     )
     return {
         name: {"seconds": median, "predicted_seconds": seconds, "peak_bytes": measured, "predicted_bytes": peak}

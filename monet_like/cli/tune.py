@@ -130,7 +130,8 @@ def tune(
         chosen = tuner.ranked()[:best]
         if not chosen:
             raise UsageError(
-                f"none of the batches {', '.join(map(str, sorted(tuner.trials)))} fits into {format_bytes(problem.budget_bytes)}"
+                f"none of the batches {', '.join(map(str, sorted(tuner.trials)))} fits into "
+                f"{format_bytes(problem.budget_bytes)}"
             )
         candidates = _planned(family, chosen, say)
         plain_seconds = None
@@ -246,8 +247,8 @@ def _show(
         _add_trial(table, trial, full.get(trial.batch), trial.batch == winner.batch)
     console.print(table)
     console.print(
-        "-: no schedule fits; peaks, overhead and samples/s are predicted, for the quick plan and the one in full, where "
-        "the column does not say measured"
+        "-: no schedule fits; peaks, overhead and samples/s are predicted, for the quick plan and the one in full, "
+        "where the column does not say measured"
     )
     if plain is None:
         console.print("plain PyTorch fits at none of these batches")

@@ -29,7 +29,8 @@ from ..profile.task_inputs import Inputs
 from .influence import by_influence, in_parts
 from .request import Request, captured_for
 
-#: Measuring every operator should not be estimated to take longer than this (it takes several times that); else it is done at a smaller batch.
+#: Measuring every operator should not be estimated to take longer than this (it takes several times that); else it is
+#: done at a smaller batch.
 PROFILE_SECONDS = 12.0
 
 
@@ -119,7 +120,8 @@ def measured_batch(request: Request, captured: Captured, device: torch.device) -
 
 
 def profile_batch(request: Request, captured: Captured, device: torch.device) -> int:
-    """The batch at which to measure: the wanted batch, or a smaller one if measuring would take too long or too much memory.
+    """The batch at which to measure: the wanted batch, or a smaller one if measuring would take too long or too much
+    memory.
 
     A step that asks for values is measured at the wanted one: another batch has none.
     """
@@ -188,11 +190,13 @@ def profiled(
 
 
 def usable(profile: Profile | None, device: torch.device) -> Profile | None:
-    """A profile of this device, if its costs were measured under the present settings and versions; else None, and a warning."""
+    """A profile of this device, if its costs were measured under the present settings and versions; else None, and a
+    warning.
+    """
     if profile and (changed := changed_settings(profile.settings, settings_of(device))):
         warnings.warn(
-            f"the profile was measured with other settings, and costs differ with them: {changed}. All is measured anew "
-            "and replaces it; to keep it, give another --profile",
+            f"the profile was measured with other settings, and costs differ with them: {changed}. All is measured "
+            "anew and replaces it; to keep it, give another --profile",
             stacklevel=3,
         )
         return None

@@ -57,8 +57,9 @@ def check_floor(
     if least > limit:
         given, needed = format_apart(limit, least)
         error = InfeasibleError(
-            f"no schedule fits into {given} (proven, {told}): {step or 'what is resident'} alone needs {needed}, parameters, inputs and results included; give "
-            "more memory or a smaller batch; monet-like smallest says what would do",
+            f"no schedule fits into {given} (proven, {told}): {step or 'what is resident'} alone needs {needed}, "
+            "parameters, inputs and results included; give more memory or a smaller batch; monet-like smallest says "
+            "what would do",
             step=step,
             proven=True,
             least_bytes=least,
@@ -70,9 +71,9 @@ def check_floor(
 def delays_cost(request: Request, captured: Captured, costs: Mapping[str, Cost]) -> bool:
     """Whether the gradients that were delayed make the step need more memory than in autograd's order.
 
-    Which are delayed is chosen before any cost is known, without workspaces. A delayed gradient whose operator has a large one
-    can need more at the end, beside all other gradients: more than the smallest step in autograd's order by so much as a
-    delay is worth at least, or more than plain PyTorch's whole step.
+    Which are delayed is chosen before any cost is known, without workspaces. A delayed gradient whose operator has a
+    large one can need more at the end, beside all other gradients: more than the smallest step in autograd's order by
+    so much as a delay is worth at least, or more than plain PyTorch's whole step.
     """
     if request.made_last is not None or not captured.made_last:
         return False

@@ -10,15 +10,16 @@ from ..ir.program import REFUSED, Cost
 
 #: What is measured is divided into so many parts of about equal influence; each is measured completely before the next.
 PARTS = 3
-#: Fewer operators on average make no parts: runs of one would follow each other (`monet_like.profile.profiler.measure`).
+#: Fewer operators on average make no parts: runs of one would follow each other
+#: (`monet_like.profile.profiler.measure`).
 LEAST_PART = 20
 
 
 def influences(captured: Captured, estimated: Mapping[str, Cost]) -> dict[str, float]:
     """Estimated seconds per step whose true value a plan depends on, by cost key.
 
-    A forward task may be run again or replaced, and a backward slot with several ways has a choice. The only way of a slot
-    runs once in every plan: its cost shifts all plans alike and has no influence.
+    A forward task may be run again or replaced, and a backward slot with several ways has a choice. The only way of a
+    slot runs once in every plan: its cost shifts all plans alike and has no influence.
     """
     found: dict[str, float] = defaultdict(float)
     program = captured.program

@@ -17,7 +17,9 @@ from .request import Request
 
 
 def summary_counts(program: Program, found: Plan) -> dict[str, int]:
-    """Counts that describe a schedule: parameters, buffers, values kept for the backward, recomputed tasks, variants chosen."""
+    """Counts that describe a schedule: parameters, buffers, values kept for the backward, recomputed tasks, variants
+    chosen.
+    """
     schedule = found.schedule
     again = Counter(index for tasks in schedule.again for index in tasks)
     made = {v for i in schedule.forward for v in program.tasks[i].writes if program.values[v].bytes}
@@ -55,7 +57,9 @@ def default_names(name: str, request: Request, budget: Budget, folder: Path) -> 
 
 
 def attention_of(captured: Captured) -> str:
-    """The kind of fused attention in 16 bits that plain PyTorch's program has throughout, which a replay has to pin; else ""."""
+    """The kind of fused attention in 16 bits that plain PyTorch's program has throughout, which a replay has to pin;
+    else "".
+    """
     found: set[str] = set()
     for task in captured.plain.tasks:
         for call in task.calls:

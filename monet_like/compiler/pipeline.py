@@ -80,11 +80,13 @@ def compile_schedule(
         profile: an earlier profile, what it lacks being measured; or a device's rates, nothing being measured.
         save_profile: called with the profile as soon as something was measured.
         captured: `captured_for` this request, if that is at hand.
-        quick: plan in about ten seconds, from costs that are partly estimated (`monet_like.compiler.quick`) and by the local
-            search; where that finds nothing also by the integer program, for at most `QUICK_SECONDS` in all. Memory is as exact as otherwise. Nothing is saved.
+        quick: plan in about ten seconds, from costs that are partly estimated (`monet_like.compiler.quick`) and by the
+            local search; where that finds nothing also by the integer program, for at most `QUICK_SECONDS` in all.
+            Memory is as exact as otherwise. Nothing is saved.
     """
     ready = prepare(
-        request, device, profile=profile, save_profile=save_profile, progress=progress, captured=captured, budget=budget,
+        request, device, profile=profile, save_profile=save_profile, progress=progress, captured=captured,
+        budget=budget,
         quick=quick,
     )  # fmt: skip
     return compile_prepared(
@@ -135,8 +137,8 @@ def plan_for(
 ) -> Plan:
     """Plan a prepared program by the request's strategy, or by ``strategy`` with ``options``.
 
-    Where only variants multiply, cuBLAS's workspaces count if the schedule takes one: then it is planned anew with them, or
-    without these variants where that does not fit.
+    Where only variants multiply, cuBLAS's workspaces count if the schedule takes one: then it is planned anew with
+    them, or without these variants where that does not fit.
     """
     program = ready.captured.program
     if more := ready.variants_cublas_bytes:
@@ -168,7 +170,8 @@ def plan_for(
     )
 
 
-#: How many plans are made at most where workspaces turn out larger than guessed; for the last one all of them are measured.
+#: How many plans are made at most where workspaces turn out larger than guessed; for the last one all of them are
+#: measured.
 MOST_QUICK_PLANS, MOST_FULL_PLANS = 4, 2
 #: Wall seconds of all searches for a quick plan, if it is hard to find: most take one.
 QUICK_SECONDS = 15.0
@@ -182,7 +185,8 @@ def plan_quickly(
     progress: Progress | None = None,
     plan_progress: Callable[[str], None] | None = None,
 ) -> tuple[Prepared, Plan]:
-    """`plan_settled` by the local search; where that finds nothing, by the integer program, for all together `QUICK_SECONDS`.
+    """`plan_settled` by the local search; where that finds nothing, by the integer program, for all together
+    `QUICK_SECONDS`.
 
     Raises:
         InfeasibleError: proven that nothing fits.
@@ -342,7 +346,9 @@ def _priced(
 
 
 def _versions_of_kernels(captured: Captured) -> dict[str, str]:
-    """The version of Liger, if the program has ways by its kernels: a schedule file says by it that they are offered."""
+    """The version of Liger, if the program has ways by its kernels: a schedule file says by it that they
+    are offered.
+    """
     ops = {call.op for task in captured.every_task() for call in task.calls}
     return {liger.PACKAGE: liger.version() or "none"} if any(map(liger.is_ours, ops)) else {}
 

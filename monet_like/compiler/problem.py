@@ -55,7 +55,8 @@ class Problem:
         """
         if self.budget.bytes is None:
             raise UsageError(
-                f"budget {self.budget} is a share of plain PyTorch's peak, which differs from batch to batch; give GB as a "
+                f"budget {self.budget} is a share of plain PyTorch's peak, which differs from batch to batch; give GB "
+                "as a "
                 'number (10, 5.5) or an amount with its unit ("565 MB")'
             )
         return self.budget.bytes
@@ -169,8 +170,8 @@ def _built(
     spec = build_model(model)
     if processes is not None and processes > 1 and not is_synchronised(spec.module):
         raise UsageError(
-            f"--processes {processes} is for models with SyncBatchNorm, and {spec.expression} has none; leave it out, or give "
-            "a file with a function that returns monet_like.convert_sync_batchnorm(...)"
+            f"--processes {processes} is for models with SyncBatchNorm, and {spec.expression} has none; leave it out, "
+            "or give a file with a function that returns monet_like.convert_sync_batchnorm(...)"
         )
     check_initialized(spec.module, planned=planned)
     spec.module.to(dtype) if is_meta(spec.module) else spec.module.to(device, dtype)
@@ -202,7 +203,9 @@ def _make_inputs(problem: Problem) -> Any:
 
 
 def example_for(problem: Problem, batch: int) -> Example:
-    """Fake example inputs: by ``make_inputs(batch)`` of MODEL's file or of the model itself, else one batch of images."""
+    """Fake example inputs: by ``make_inputs(batch)`` of MODEL's file or of the model itself, else one
+    batch of images.
+    """
     make = _make_inputs(problem)
     with fake_mode(), problem.device:
         if make is None or problem.shape is not None:

@@ -1,12 +1,14 @@
-"""Costs in seconds instead of minutes: workspaces measured, times measured as far as an allowance goes, and else estimated.
+"""Costs in seconds instead of minutes: workspaces measured, times measured as far as an allowance goes, and else
+estimated.
 
-Every operator runs once for its workspace, at a small batch where a step is long. Then one operator of each kind is timed,
-and after these those on which plans depend most, one pass, until the allowance is spent. The others have the time that the device's rates give, times the ratio of
-measured to estimated time of the timed operators of the same kind.
+Every operator runs once for its workspace, at a small batch where a step is long. Then one operator of each kind is
+timed, and after these those on which plans depend most, one pass, until the allowance is spent. The others have the
+time that the device's rates give, times the ratio of measured to estimated time of the timed operators of the same
+kind.
 
-Workspaces do not grow in proportion to the batch: libraries take other algorithms. So what was measured at a small batch is
-only a guess, for the search. Before a peak is promised, `settled` measures at the whole batch the workspace of every task
-that could reach that peak.
+Workspaces do not grow in proportion to the batch: libraries take other algorithms. So what was measured at a small
+batch is only a guess, for the search. Before a peak is promised, `settled` measures at the whole batch the workspace of
+every task that could reach that peak.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ from .request import Request, captured_for
 ALLOWANCE_SECONDS, LEAST_SECONDS = 5.0, 1.5
 #: Running every operator once should not be estimated to take longer than this; else a smaller batch is measured.
 RUN_SECONDS = 1.5
-#: The most workspace that a task is taken to need, in units of what its operators read and write, where a small batch shows
-#: less. Measured on ResNet-50, MobileNetV2 and ViT: at most 1.7.
+#: The most workspace that a task is taken to need, in units of what its operators read and write, where a small batch
+#: shows less. Measured on ResNet-50, MobileNetV2 and ViT: at most 1.7.
 MOST_WORKSPACE = 3
 
 
@@ -113,8 +115,8 @@ def scaled_costs(
 ) -> QuickCosts:
     """Costs of a program from those of the same program at other sizes: nothing is measured.
 
-    Seconds grow as the device's rates tell, workspaces as what the operator touches. What a profile of this device knows is taken
-    from there.
+    Seconds grow as the device's rates tell, workspaces as what the operator touches. What a profile of this device
+    knows is taken from there.
     """
     known, limits = usable(profile, device) or to_profile({}, device, ""), measured_limits(device)
     here, there = roofline(captured, limits), roofline(earlier.captured, limits)
@@ -194,7 +196,9 @@ def _at_whole_batch(
 def _filled(
     estimated: Mapping[str, float], measured: Mapping[str, float], kinds: Mapping[str, str]
 ) -> dict[str, float]:
-    """Measured seconds; for other operators estimates, corrected by how measured ones of the same kind compare to theirs."""
+    """Measured seconds; for other operators estimates, corrected by how measured ones of the same kind compare to
+    theirs.
+    """
     ratios: dict[str, list[float]] = defaultdict(list)
     for key, seconds in measured.items():
         if estimated[key] > 0 and seconds > 0:
@@ -216,7 +220,9 @@ def one_of_each_kind_first(ordered: Sequence[str], kinds: Mapping[str, str]) -> 
 
 
 def kind_of(task: Task) -> str:
-    """The name of a task's last operator, and whether it is a grouped convolution: rates of these are far from others'."""
+    """The name of a task's last operator, and whether it is a grouped convolution: rates of these are far
+    from others'.
+    """
     call = task.calls[-1]
     place = {"aten.convolution.default": 8, "aten.convolution_backward.default": 9}.get(call.op)
     return f"{call.op} in groups" if place is not None and call.args[place] > 1 else call.op

@@ -28,8 +28,8 @@ class Optimizer:
         states: tensors like the parameter that it keeps.
         temporaries: tensors like the parameter that its step allocates, one parameter at a time.
         quantised: the states are 8-bit, as bitsandbytes keeps them (Dettmers et al., 8-bit Optimizers via Block-wise
-            Quantization, ICLR 2022): one byte for an element and a float32 for each block of 256; float32 for parameters
-            of fewer than 4,096 elements.
+            Quantization, ICLR 2022): one byte for an element and a float32 for each block of 256; float32 for
+            parameters of fewer than 4,096 elements.
     """
 
     states: int
@@ -44,8 +44,8 @@ class Optimizer:
         return self.states * (4 * count if count < 4096 else count + 4 * -(-count // 256))
 
 
-#: By name. ``_fused`` ones are PyTorch's with ``fused=True``. ``paged`` ones are bitsandbytes': their states are in managed memory, which
-#: the driver moves to the host when a step needs the GPU's.
+#: By name. ``_fused`` ones are PyTorch's with ``fused=True``. ``paged`` ones are bitsandbytes': their states are in
+#: managed memory, which the driver moves to the host when a step needs the GPU's.
 OPTIMIZERS: Mapping[str, Optimizer] = {
     "none": Optimizer(0, 0),
     "sgd": Optimizer(0, 0),
@@ -68,10 +68,10 @@ class Request:
     ``target`` is the device to plan for where the model itself is on another; it need not be here, but then nothing can
     be measured. ``processes`` share SyncBatchNorm's statistics; None: those of this process's group. ``made_last`` are
     the parameters whose gradients are made last; None: those with which the step needs less memory. With
-    ``optimizer_in_backward`` hooks on the parameters step and free each gradient as soon as it is there. ``attention`` is
-    the kind of attention that PyTorch takes (flash, efficient, cudnn or math; "": its own choice), ``capability`` the compute
-    capability of ``target``, by which it chooses; None: not known. ``liger``: whether Liger's kernels are offered; None: where
-    they run.
+    ``optimizer_in_backward`` hooks on the parameters step and free each gradient as soon as it is there. ``attention``
+    is the kind of attention that PyTorch takes (flash, efficient, cudnn or math; "": its own choice), ``capability``
+    the compute capability of ``target``, by which it chooses; None: not known. ``liger``: whether Liger's kernels are
+    offered; None: where they run.
     """
 
     __repr__ = short_repr

@@ -1,4 +1,6 @@
-"""Where the costs of operators come from: a device's datasheet rates, or a profile file that grows with what is measured."""
+"""Where the costs of operators come from: a device's datasheet rates, or a profile file that grows with what is
+measured.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,10 @@ class Cached:
         return Cached(path, known)
 
     def save(self, profile: Profile) -> None:
-        """Add a profile to the file; where that fails, say so and go on. Its note tells of one model, so it is left out."""
+        """Add a profile to the file; where that fails, say so and go on.
+
+        Its note tells of one model, so it is left out.
+        """
         keep(replace(profile, note=""), self.path)
 
     @property
@@ -108,7 +113,9 @@ class Filed:
 
     @property
     def latest(self) -> Path | None:
-        """The file that has the costs, as far as they are known: the one that was written, if there is one; or the rates."""
+        """The file that has the costs, as far as they are known: the one that was written, if there is one; or the
+        rates.
+        """
         if self.extended.exists():
             return self.extended
         return self.path if is_roofline(self.path) or self.path.exists() else None
@@ -146,7 +153,10 @@ _unwritable: set[Path] = set()
 
 
 def keep(found: Profile | Saved, path: Path) -> None:
-    """Write a schedule or a plan of blocks into the cache, or add a profile to the one there. If that fails, warn; work goes on."""
+    """Write a schedule or a plan of blocks into the cache, or add a profile to the one there.
+
+    If that fails, warn; work goes on.
+    """
     try:
         if isinstance(found, Profile):
             store.keep(found, path)

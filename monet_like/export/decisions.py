@@ -51,8 +51,9 @@ class Decision:
         module: qualified name of the module in whose call the operator runs, or for which the backward runs it.
         stage: ``forward``, ``backward``, or ``again`` for a forward operator that only the backward runs.
         task, operator, variant: names; ``variant`` is ``aten`` for PyTorch's own operator.
-        fate: of the results: ``output``: the caller holds them; ``kept`` until the backward has read them; ``recomputed``;
-            ``offloaded``: copied to the host and back; ``freed``: the backward does not read them. A gradient is ``output`` or ``freed``.
+        fate: of the results: ``output``: the caller holds them; ``kept`` until the backward has read them;
+            ``recomputed``; ``offloaded``: copied to the host and back; ``freed``: the backward does not read them. A
+            gradient is ``output`` or ``freed``.
         bytes: of the results, as the device's allocator counts them.
         kept_bytes: of them, those that exist when the forward has ended because the backward reads them.
         seconds: of one run, predicted.
@@ -96,7 +97,9 @@ class Decisions:
     decisions: tuple[Decision, ...]
 
     def content(self) -> dict[str, Any]:
-        """The content of the JSON file, as builtins: the decisions of each module under its name, in order of execution."""
+        """The content of the JSON file, as builtins: the decisions of each module under its name, in order of
+        execution.
+        """
         modules: dict[str, list[dict[str, Any]]] = {}
         for decision in self.decisions:
             modules.setdefault(decision.module, []).append(
@@ -140,8 +143,8 @@ def decisions_of(record: ScheduleRecord, ready: Prepared) -> Decisions:
 
     Args:
         record: the schedule, and what it was made for.
-        ready: the captured program of the same model and mode, and its costs. The peak and the seconds are those that the
-            simulator finds with these costs.
+        ready: the captured program of the same model and mode, and its costs. The peak and the seconds are those that
+            the simulator finds with these costs.
     """
     ready = with_workspaces_of(record, ready)
     program, schedule = ready.captured.program, record.schedule

@@ -59,7 +59,10 @@ class SelectivePlan:
     regions: tuple[RegionDecisions, ...]
 
     def content(self) -> dict[str, Any]:
-        """The content of the file, as builtins. Each call has its operator, its number among the calls of that operator, and a word."""
+        """The content of the file, as builtins.
+
+        Each call has its operator, its number among the calls of that operator, and a word.
+        """
         regions = []
         for region in self.regions:
             counts: Counter[str] = Counter()

@@ -1,4 +1,6 @@
-"""Records the operators that plain PyTorch calls in a forward, in the order in which a policy of checkpointing sees them."""
+"""Records the operators that plain PyTorch calls in a forward, in the order in which a policy of checkpointing sees
+them.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +29,17 @@ class Operator:
     Attributes:
         op: such as ``aten.addmm.default``.
         region: number of the region in which it was called, or None.
-        group: number of the operators that make and change the same storages; None: it makes none (a view), or it changes
-            a parameter or buffer.
+        group: number of the operators that make and change the same storages; None: it makes none (a view), or it
+            changes a parameter or buffer.
         shape: of the first result, or None.
         bytes: of the storages that it makes.
         draws: it draws random numbers.
         changes_state: it writes into a parameter or buffer.
         early: groups that it reads and that are changed in place later.
         changes: it writes into a storage that its region has made.
-        until: for each storage that it makes, the number of the last call during which the storage exists although autograd
-            saves nothing: the call that reads it last, or a later one where a variable of the model still names it.
+        until: for each storage that it makes, the number of the last call during which the storage exists although
+            autograd saves nothing: the call that reads it last, or a later one where a variable of the model still
+            names it.
     """
 
     op: str
@@ -102,8 +105,8 @@ def record_operators(model: nn.Module, example: Example, regions: Sequence[str])
     for number, count in enumerate(recorder.calls):
         if count != 1:
             raise UsageError(
-                f"{regions[number] or 'the model'} is called {count} times in a step, and a region must be called once; "
-                "leave it out of regions"
+                f"{regions[number] or 'the model'} is called {count} times in a step, and a region must be called "
+                "once; leave it out of regions"
             )
     return recorder.finished()
 
@@ -225,8 +228,9 @@ class _Recorder(TorchDispatchMode):
             outside = owner == "input" or (isinstance(owner, int) and self.region_of[owner] != self.region)
             if outside:
                 raise UsageError(
-                    f"{self.names[self.region] or 'the model'} changes its input in place ({op}), so it cannot be checkpointed: run "
-                    "again, it would read the changed input; use the operator that makes a new tensor, or leave the region out"
+                    f"{self.names[self.region] or 'the model'} changes its input in place ({op}), so it cannot be "
+                    "checkpointed: run again, it would read the changed input; use the operator that makes a new "
+                    "tensor, or leave the region out"
                 )
 
     def finished(self) -> tuple[Operator, ...]:

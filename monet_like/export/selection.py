@@ -1,21 +1,23 @@
 """Selective checkpointing: which operators of checkpointed regions keep their results, by a small integer program.
 
-The mechanism is that of ``torch.utils.checkpoint`` with a policy for every operator. A region is a part of the forward, such
-as a layer. Its operators are *saved* or *recomputed*. When the backward of the region begins, all its recomputed operators
-run in their order, up to the last one whose results the backward reads; saved ones hand out what they have. So an operator
-runs again even if only saved ones read its result, and no operator runs a third time. A region's inputs stay until its
-backward has ended. Outside all regions the step is plain PyTorch's.
+The mechanism is that of ``torch.utils.checkpoint`` with a policy for every operator. A region is a part of the forward,
+such as a layer. Its operators are *saved* or *recomputed*. When the backward of the region begins, all its recomputed
+operators run in their order, up to the last one whose results the backward reads; saved ones hand out what they have.
+So an operator runs again even if only saved ones read its result, and no operator runs a third time. A region's inputs
+stay until its backward has ended. Outside all regions the step is plain PyTorch's.
 
 Indices: i an item (operators that are saved together), t a run of the step in which nothing is saved that need not be.
-Data: seconds_i, bytes_i; base_t the memory at t; own_t the item that runs again at t and workspace_t; between_i the runs
-after i's results are freed in the forward and before they are made again.
+Data: seconds_i, bytes_i; base_t the memory at t; own_t the item that runs again at t and workspace_t; between_i the
+runs after i's results are freed in the forward and before they are made again.
 Variables: s_i = 1: item i is saved.
 
     minimise   sum_i seconds_i (1 - s_i)
     (memory)   base_t + sum_{i: t in between_i} bytes_i s_i - workspace_t s_{own_t} <= budget    for every t
-    (implied)  s_i <= s_j                                                                         for every (i, j) of `Item.implies`
+    (implied)  s_i <= s_j                                                                         for every (i, j) of
+    `Item.implies`
 
-The rows overstate the memory a little: a saved result can also make others die earlier. The simulator judges each choice.
+The rows overstate the memory a little: a saved result can also make others die earlier. The simulator judges each
+choice.
 """
 
 from __future__ import annotations
@@ -80,8 +82,8 @@ class StepOfRegions:
         costs: of its tasks.
         extra_bytes: resident memory beyond the program's.
         regions, items: as above; every task of a region that makes something is in one item.
-        held: for a forward task of a region, values of the region that exist until it has run though nothing reads them any
-            more: a variable of the model names them.
+        held: for a forward task of a region, values of the region that exist until it has run though nothing reads them
+            any more: a variable of the model names them.
     """
 
     program: Program
@@ -126,9 +128,9 @@ def choose(
     lowest = report_of(step, least)
     if lowest.peak_bytes > budget_bytes:
         raise InfeasibleError(
-            f"selective checkpointing cannot fit the step into {format_bytes(budget_bytes)}: with nothing saved that may be "
-            f"recomputed it needs {format_bytes(lowest.peak_bytes)}, in {lowest.peak_step.task}; give that much, or use the full "
-            "schedule, which recomputes in smaller parts",
+            f"selective checkpointing cannot fit the step into {format_bytes(budget_bytes)}: with nothing saved that "
+            f"may be recomputed it needs {format_bytes(lowest.peak_bytes)}, in {lowest.peak_step.task}; give that "
+            "much, or use the full schedule, which recomputes in smaller parts",
             lowest.peak_bytes,
             lowest.peak_step.task,
         )

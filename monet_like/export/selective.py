@@ -1,8 +1,9 @@
-"""`checkpoint_policy`: the best plan that PyTorch's selective activation checkpointing can express, as its ``context_fn``.
+"""`checkpoint_policy`: the best plan that PyTorch's selective activation checkpointing can express, as its
+``context_fn``.
 
-PyTorch asks a policy about every operator of a checkpointed region, in the order of execution, whether to save its results.
-`monet_like.export.selection` says what the mechanism then does, and chooses. Here the operators that PyTorch calls are lined
-up with those of the captured program, and the choice becomes an answer for each call.
+PyTorch asks a policy about every operator of a checkpointed region, in the order of execution, whether to save its
+results. `monet_like.export.selection` says what the mechanism then does, and chooses. Here the operators that PyTorch
+calls are lined up with those of the captured program, and the choice becomes an answer for each call.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ from .selection import Item, Region, StepOfRegions, choose
 class SelectivePolicy:
     """Answers of a plan to selective activation checkpointing; give it as ``context_fn``.
 
-    It is called once for every checkpointed region of a step: the n-th call serves the n-th region of the plan. Regions must
-    therefore be called in the order of the plan in every step, as layers are. Gradients do not depend on it.
+    It is called once for every checkpointed region of a step: the n-th call serves the n-th region of the plan. Regions
+    must therefore be called in the order of the plan in every step, as layers are. Gradients do not depend on it.
 
     Attributes:
         plan: the decisions, and the predicted peak and time.
@@ -82,8 +83,8 @@ class SelectivePolicy:
         plan = self.plan
         calls = [decision for region in plan.regions for _, decision in region.operators]
         return (
-            f"SelectivePolicy({len(plan.regions)} regions of {plan.model}, {sum(calls)} of {len(calls)} calls saved: peak "
-            f"{format_bytes(plan.peak_bytes)}, step {format_seconds(plan.seconds)} predicted; the full plan: "
+            f"SelectivePolicy({len(plan.regions)} regions of {plan.model}, {sum(calls)} of {len(calls)} calls saved: "
+            f"peak {format_bytes(plan.peak_bytes)}, step {format_seconds(plan.seconds)} predicted; the full plan: "
             f"{format_bytes(plan.full_peak_bytes)}, {format_seconds(plan.full_seconds)}; plain PyTorch: "
             f"{format_bytes(plan.plain_peak_bytes)}, {format_seconds(plan.plain_seconds)})"
         )
@@ -103,8 +104,9 @@ class _Answers:
         wanted, saved = known[place] if place < len(known) else ("", False)
         if str(op) != wanted:
             raise ScheduleError(
-                f"the checkpoint policy does not match {self.region.module or 'the model'}: call {place + 1} is {op}, and the plan "
-                f"has {wanted or f'only {len(known)} calls'} there; plan again with this model, these inputs and this device"
+                f"the checkpoint policy does not match {self.region.module or 'the model'}: call {place + 1} is {op}, "
+                f"and the plan has {wanted or f'only {len(known)} calls'} there; plan again with this model, these "
+                "inputs and this device"
             )
         return Answer.MUST_SAVE if saved else Answer.MUST_RECOMPUTE
 
@@ -130,10 +132,10 @@ def checkpoint_policy(
 ) -> SelectivePolicy:
     """The fastest plan that ``torch.utils.checkpoint`` can run within the budget of ``plan``, as a ``context_fn``.
 
-    Each operator of a region is saved, or runs once more when the backward of its region begins. That is less than the full
-    plan can do, so the predicted step is slower, or the budget is not reached; `SelectivePolicy` has both predictions. Nothing
-    is compiled, and gradients and random masks equal plain PyTorch's. Side effects, such as batch norm's statistics,
-    happen once.
+    Each operator of a region is saved, or runs once more when the backward of its region begins. That is less than the
+    full plan can do, so the predicted step is slower, or the budget is not reached; `SelectivePolicy` has both
+    predictions. Nothing is compiled, and gradients and random masks equal plain PyTorch's. Side effects, such as batch
+    norm's statistics, happen once.
 
     Args:
         plan: of `monet_like.problem`, which gives the model, its inputs, the costs and the budget; or a file that
@@ -245,7 +247,8 @@ def checkpointing_step(
             later = groups[number[g] + 1 :]
             drawing = {o.group for o in called if o.draws and o.region == region_of[g]}
             implied.update(number[h] for h in later if h in drawing)
-        # Inside autocast PyTorch may have the casts of weights from a cache, so that the calls of casts cannot be counted.
+        # Inside autocast PyTorch may have the casts of weights from a cache, so that the calls of casts cannot be
+        # counted.
         never = any(o.op in _CASTS for o in own)
         items.append(Item(region_of[g], tuple(sorted(tasks_of[g])), once, tuple(sorted(implied)), never))
     layers = layers_of(ready.captured, program)
@@ -350,8 +353,9 @@ def _lined_up(program: Program, captured: Captured, called: Sequence[Operator]) 
     if wanted:
         missing = program.tasks[wanted[0].task]
         raise UsageError(
-            f"the operators that PyTorch calls are not those of the plan, which has {wanted[0].base} for {missing.name} there; a "
-            "policy can be made for models whose forward calls the same operators in training as when it was captured"
+            f"the operators that PyTorch calls are not those of the plan, which has {wanted[0].base} for "
+            f"{missing.name} there; a policy can be made for models whose forward calls the same operators in training "
+            "as when it was captured"
         )
     return found
 

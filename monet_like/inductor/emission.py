@@ -1,4 +1,6 @@
-"""A schedule of a joint graph as the two graphs that Inductor compiles: every kernel stands where the schedule has it."""
+"""A schedule of a joint graph as the two graphs that Inductor compiles: every kernel stands where the
+schedule has it.
+"""
 
 from __future__ import annotations
 
@@ -52,10 +54,11 @@ def saved_nodes(kernels: Kernels, schedule: Schedule) -> list[fx.Node]:
 def modules_of(
     module: fx.GraphModule, kernels: Kernels, schedule: Schedule, forward: Sequence[Run], backward: Sequence[Run]
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The forward and the backward of a schedule, with the inputs and results that AOTAutograd expects of a partitioner.
+    """The forward and the backward of a schedule, with the inputs and results that AOTAutograd expects of a
+    partitioner.
 
-    The forward takes all inputs, and returns its results and what is saved. The backward takes what is saved and the incoming
-    gradients.
+    The forward takes all inputs, and returns its results and what is saved. The backward takes what is saved and the
+    incoming gradients.
 
     Args:
         module: the joint graph.
@@ -149,15 +152,18 @@ class _Emitter:
         for node in kernel.writes:
             made = local[node] if node is kernel.root else self._copy(node, local, group)
             moves = following is None or node not in following.reads
-            # Else Inductor computes a result anew in each kernel that reads it, also a short reduction or a small window's. Of a
-            # product that a later kernel adds to something it would make one call with that, and run it there.
+            # Else Inductor computes a result anew in each kernel that reads it, also a short reduction or a small
+            # window's. Of a product that a later kernel adds to something it would make one call with that, and run it
+            # there.
             written = kernel.generated or (moves and _is_added(node))
             if node in run.apart:
                 made = self._passed_on(apart_operator(), made)
             self.now[node] = self._passed_on(written_operator(), made) if written else made
 
     def _inlined(self, node: fx.Node, made: fx.Node) -> fx.Node:
-        """Has Inductor compute an elementwise result within the kernel, also if several of its operators read it or it is random."""
+        """Has Inductor compute an elementwise result within the kernel, also if several of its operators read it or it
+        is random.
+        """
         several = is_elementwise(node) and node.all_input_nodes and len(set(readers(node))) > 1
         is_random = name_of(node) == "prims::inductor_random"
         return self._passed_on(inlined_operator(), made) if several or is_random else made

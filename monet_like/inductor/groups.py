@@ -1,8 +1,8 @@
 """Which kernels Inductor may fuse, and in which order they run: its scheduler fuses within groups, never across them.
 
-Neighbouring generated kernels of a schedule form a group as long as everything that they write can exist at once within the
-schedule's peak. The number of its group stands in the ``meta`` of every node; `grouped` has Inductor's scheduler keep it, and
-`ungrouped` its C++ backend, which otherwise writes all kernels between two products as one function.
+Neighbouring generated kernels of a schedule form a group as long as everything that they write can exist at once within
+the schedule's peak. The number of its group stands in the ``meta`` of every node; `grouped` has Inductor's scheduler
+keep it, and `ungrouped` its C++ backend, which otherwise writes all kernels between two products as one function.
 """
 
 from __future__ import annotations
@@ -68,8 +68,9 @@ def _with_apart(
 ) -> list[Run]:
     """The runs of one graph, which write to a concatenation's memory only where that needs no more than the limit.
 
-    Inductor has a result that a concatenation reads written to its place there. Then all of the concatenation is there from the
-    first such result on, and until nobody reads any of them, while the plan has the concatenation from its own run on.
+    Inductor has a result that a concatenation reads written to its place there. Then all of the concatenation is there
+    from the first such result on, and until nobody reads any of them, while the plan has the concatenation from its own
+    run on.
 
     Args:
         levels: the most memory of each run.
@@ -118,7 +119,9 @@ def _concatenates(run: Run) -> bool:
 
 
 def grouped(nodes: list[Any]) -> list[Any]:
-    """Nodes of Inductor's scheduler in groups, for ``config._pre_fusion_custom_pass``; as given, if they are of another graph."""
+    """Nodes of Inductor's scheduler in groups, for ``config._pre_fusion_custom_pass``; as given, if they are of another
+    graph.
+    """
     from torch._inductor.scheduler import ExternKernelSchedulerNode, GroupedSchedulerNode, NopKernelSchedulerNode
     from torch._inductor.utils import cache_on_self
 
@@ -147,7 +150,9 @@ def grouped(nodes: list[Any]) -> list[Any]:
 
 
 def ungrouped(nodes: list[Any]) -> list[Any]:
-    """The members of groups, fused, for ``config._post_fusion_custom_pass``; each group is written before the next one begins."""
+    """The members of groups, fused, for ``config._post_fusion_custom_pass``; each group is written before the next one
+    begins.
+    """
     from torch._inductor.scheduler import NopKernelSchedulerNode
 
     made: list[Any] = []
@@ -167,8 +172,8 @@ def ungrouped(nodes: list[Any]) -> list[Any]:
 def _write_after(ends: Sequence[Any]) -> None:
     """Have the C++ backend write what it has collected when it comes to one of these nodes.
 
-    It puts all kernels between two products into one C++ function. Their buffers are allocated before it is called and freed after
-    it, whatever fusion has decided. Triton's backend writes every kernel by itself.
+    It puts all kernels between two products into one C++ function. Their buffers are allocated before it is called and
+    freed after it, whatever fusion has decided. Triton's backend writes every kernel by itself.
     """
     from torch._inductor.codegen.cpp import CppScheduling
 

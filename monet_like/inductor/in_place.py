@@ -1,12 +1,13 @@
 """Kernels that write their result into the memory of what they read for the last time, as Inductor has them do.
 
-Inductor looks for such an input of every elementwise kernel: of the dtype and the bytes of the result, read element by element in
-its order. In the forward and in the backward it may be any buffer that the graph makes itself. In the backward it may also be
-what the forward has saved (PyTorch calls that a *donated buffer*), if it is no input or result of the graph or a view of one. A
-concatenation's or a scatter's memory is given to nobody.
+Inductor looks for such an input of every elementwise kernel: of the dtype and the bytes of the result, read element by
+element in its order. In the forward and in the backward it may be any buffer that the graph makes itself. In the
+backward it may also be what the forward has saved (PyTorch calls that a *donated buffer*), if it is no input or result
+of the graph or a view of one. A concatenation's or a scatter's memory is given to nobody.
 
 * A slot writes into the memory of a gradient, or of a forward value that no later stage can use, whatever the plan.
-* Whether a forward task can do so depends on the plan: it is a task of its own, which stands beside the one that does not.
+* Whether a forward task can do so depends on the plan: it is a task of its own, which stands beside the one that does
+  not.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ _IN_ORDER = frozenset({"aten::view", "aten::unsqueeze", "aten::squeeze", "aten::
 #: Elementwise operators that read other places of an input than those that they write, or only some of them.
 _SHIFTS = frozenset(
     {
-        "aten::constant_pad_nd", "aten::select_scatter", "aten::slice_scatter", "aten::permute_copy", "aten::expand_copy",
+        "aten::constant_pad_nd", "aten::select_scatter", "aten::slice_scatter", "aten::permute_copy",
+        "aten::expand_copy",
         "aten::copy", "prims::broadcast_in_dim", "prims::inductor_force_stride_order",
     }
 )  # fmt: skip
 
-#: Inductor gives the memory of their results to nobody: a scatter's begins as a copy or as zeros that elements are written into,
-#: and a concatenation's is written by the kernels of its parts.
+#: Inductor gives the memory of their results to nobody: a scatter's begins as a copy or as zeros that elements are
+#: written into, and a concatenation's is written by the kernels of its parts.
 _NOT_GIVEN = frozenset(
     {
         "aten::scatter", "aten::scatter_add", "aten::scatter_reduce", "aten::index_put", "aten::_unsafe_index_put",

@@ -1,13 +1,13 @@
 """The joint graph that Inductor hands to a partitioner: what its nodes are, and which of them have memory of their own.
 
-The graph is functional and decomposed: the forward, then the backward, in the order of execution. Inductor puts elementwise
-operators into the kernels that read them. So a node of the graph is one of:
+The graph is functional and decomposed: the forward, then the backward, in the order of execution. Inductor puts
+elementwise operators into the kernels that read them. So a node of the graph is one of:
 
-* an *item*: its result is written to memory. Products, convolutions, reductions, gathers; elementwise results that one of
-  these reads as a whole, that the graph returns, that cost fewer bytes than what they are made from, or that take too many
-  operators to be computed anew;
-* *inlined*: views, and all other elementwise operators. Each kernel that reads one computes it anew, for free. What only a
-  concatenation reads is computed in its place there.
+* an *item*: its result is written to memory. Products, convolutions, reductions, gathers; elementwise results that one
+  of these reads as a whole, that the graph returns, that cost fewer bytes than what they are made from, or that take
+  too many operators to be computed anew;
+* *inlined*: views, and all other elementwise operators. Each kernel that reads one computes it anew, for free. What
+  only a concatenation reads is computed in its place there.
 
 An elementwise item that is made from about as many bytes as it has is *cheap*: a kernel may also compute it anew.
 """
@@ -30,9 +30,9 @@ from .split import split_convolutions, without_shapes
 
 #: A result is cheap if its sources have at most so many times its bytes; narrow if they have at least so many.
 CHEAP, NARROW = 1.1, 2.0
-#: The longest chain of operators that a kernel computes on the way, and how often it may call them in all. Inductor calls an
-#: operator once for each path from it to the result that is written, so this number can double with each step of a chain.
-#: Backwards of a normalisation and an activation take up to 23 in a row and 178 calls.
+#: The longest chain of operators that a kernel computes on the way, and how often it may call them in all. Inductor
+#: calls an operator once for each path from it to the result that is written, so this number can double with each step
+#: of a chain. Backwards of a normalisation and an activation take up to 23 in a row and 178 calls.
 MOST_IN_A_ROW, MOST_CALLS = 64, 500
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -43,8 +43,10 @@ _ELEMENTWISE = frozenset(
         "aten::scalar_tensor", "aten::arange", "aten::select_scatter", "aten::slice_scatter",
         "aten::_to_copy", "aten::constant_pad_nd", "aten::copy", "aten::fill", "aten::expand_copy", "aten::zeros",
         "aten::ones", "aten::empty", "aten::permute_copy", "aten::lift_fresh_copy",
-        "prims::convert_element_type", "prims::inductor_random", "prims::inductor_lookup_seed", "prims::iota", "prims::fma",
-        "prims::_low_memory_max_pool_offsets_to_indices", "prims::broadcast_in_dim", "prims::inductor_force_stride_order",
+        "prims::convert_element_type", "prims::inductor_random", "prims::inductor_lookup_seed", "prims::iota",
+        "prims::fma",
+        "prims::_low_memory_max_pool_offsets_to_indices", "prims::broadcast_in_dim",
+        "prims::inductor_force_stride_order",
     }
 )  # fmt: skip
 _REDUCTIONS = frozenset(
@@ -179,7 +181,8 @@ def read_joint(module: fx.GraphModule, forward_count: int, static: Collection[in
     """Read a joint graph.
 
     Args:
-        module: of Inductor; dead code is removed from it, some calls become two, and gradients are given their parameters' strides.
+        module: of Inductor; dead code is removed from it, some calls become two, and gradients are given their
+            parameters' strides.
         forward_count: how many of its results the forward returns.
         static: places of the inputs that are parameters or buffers.
 
@@ -199,7 +202,8 @@ def read_joint(module: fx.GraphModule, forward_count: int, static: Collection[in
     backward = _closure((n for n in nodes if n.op == "placeholder" and "tangents" in str(n.target)), lambda n: n.users)
     if not backward.isdisjoint(effects):
         raise UsageError(
-            "this model changes a tensor in place in its backward, which compile_options cannot plan; compile it without"
+            "this model changes a tensor in place in its backward, which compile_options cannot plan; compile it "
+            "without"
         )
     needed = (node for node in (*outputs[:forward_count], *effects) if node is not None)
     forward = _closure(needed, lambda n: n.all_input_nodes)
@@ -227,11 +231,13 @@ def _check(nodes: Iterable[fx.Node]) -> None:
         known = node.target is operator.getitem or isinstance(node.target, torch._ops.OpOverload)
         if node.op == "call_function" and not known:
             raise UsageError(
-                f"{node.name} calls {node.target}, which compile_options cannot plan; compile this part of the model without it"
+                f"{node.name} calls {node.target}, which compile_options cannot plan; compile this part of the model "
+                "without it"
             )
         if name_of(node).startswith("_c10d_functional"):
             raise UsageError(
-                f"{node.name} is a collective, which compile_options cannot plan; compile the blocks between collectives"
+                f"{node.name} is a collective, which compile_options cannot plan; compile the blocks between "
+                "collectives"
             )
 
 

@@ -1,4 +1,6 @@
-"""A joint graph as a program: each task is a kernel that writes one item, with all that Inductor computes on the way."""
+"""A joint graph as a program: each task is a kernel that writes one item, with all that Inductor computes
+on the way.
+"""
 
 from __future__ import annotations
 
@@ -128,7 +130,9 @@ class _Builder:
             self.values.append(Value(node.name, self.joint.bytes_of(node), kind, spec))
 
     def _admit_inputs(self) -> None:
-        """Let the forward make what a task that it may run reads, also if the backward alone needs both, and the first is no smaller."""
+        """Let the forward make what a task that it may run reads, also if the backward alone needs both, and the first
+        is no smaller.
+        """
         read = set[int]()
         for place, (task, kernel) in reversed(list(enumerate(self.tasks))):
             if task.runs == "again" and not read.isdisjoint(task.writes):

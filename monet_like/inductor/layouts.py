@@ -1,7 +1,8 @@
 """Gradients in the layouts of their parameters.
 
-Autograd copies a gradient that has other strides than its parameter (``AccumulateGrad``), after the backward, where no plan
-sees it: that of a convolution's weight where images are channels-last and weights are not. So a planned backward converts it.
+Autograd copies a gradient that has other strides than its parameter (``AccumulateGrad``), after the backward, where no
+plan sees it: that of a convolution's weight where images are channels-last and weights are not. So a planned backward
+converts it.
 """
 
 from __future__ import annotations

@@ -12,9 +12,10 @@ from ..ir.defaults import SOLVER
 from ..ir.units import Budget, parse_budget
 from ..torch_versions import warn_if_untested
 
-#: Settings of Inductor that a plan needs. It may not sort kernels anew; a buffer is freed after its last use, not kept for
-#: the next of its size; tensors keep the layouts that the graph says they have; and Inductor writes no elementwise result to
-#: memory because it is made from many tensors (8 on GPUs, 12 on the CPU) or by many operators: the plan decides that.
+#: Settings of Inductor that a plan needs. It may not sort kernels anew; a buffer is freed after its last use, not kept
+#: for the next of its size; tensors keep the layouts that the graph says they have; and Inductor writes no elementwise
+#: result to memory because it is made from many tensors (8 on GPUs, 12 on the CPU) or by many operators: the plan
+#: decides that.
 SETTINGS = {
     "reorder_for_peak_memory": False,
     "reorder_for_locality": False,
@@ -38,32 +39,32 @@ def compile_options(
 ) -> dict[str, Any]:
     """Options for ``torch.compile`` with which its step stays within a memory budget, as fast as a plan makes it.
 
-    ``torch.compile(model, options=monet_like.compile_options("8 GB"))``. Inductor's joint graph of forward and backward is
-    planned: what is saved, and what is recomputed when and how often. Inductor then fuses and generates as it does otherwise.
-    The options serve one model: what one of its graphs holds, the next ones do not have.
+    ``torch.compile(model, options=monet_like.compile_options("8 GB"))``. Inductor's joint graph of forward and backward
+    is planned: what is saved, and what is recomputed when and how often. Inductor then fuses and generates as it does
+    otherwise. The options serve one model: what one of its graphs holds, the next ones do not have.
 
     Args:
-        memory_budget: of forward and backward: parameters, inputs, saved activations, gradients, workspaces. ``"8 GB"``,
-            bytes as an int, or a percentage such as ``"60%"`` of what each graph needs with nothing recomputed. Or
-            a file that ``monet-like export --to inductor`` has written, a path that ends with ``.json``: its plans are taken, and
-            nothing else is planned.
-        extra_bytes: memory that exists besides, such as the optimizer's state, and parameters and gradients that no graph of
-            the model sees. It counts only where the budget is an amount.
-        calls: how often a step calls each graph, each time with parameters of its own: for blocks that are compiled one by
-            one. The budget is for all of them.
-        quick: plan by the local search alone, in a second or two for a small graph. It ends at the time limit once it has a
-            plan that fits.
-        measured: time what Inductor does not generate, such as products and convolutions, and measure its workspace; else
-            times come from the device's rates, and workspaces count as 0.
+        memory_budget: of forward and backward: parameters, inputs, saved activations, gradients, workspaces. ``"8
+            GB"``, bytes as an int, or a percentage such as ``"60%"`` of what each graph needs with nothing recomputed.
+            Or a file that ``monet-like export --to inductor`` has written, a path that ends with ``.json``: its plans
+            are taken, and nothing else is planned.
+        extra_bytes: memory that exists besides, such as the optimizer's state, and parameters and gradients that no
+            graph of the model sees. It counts only where the budget is an amount.
+        calls: how often a step calls each graph, each time with parameters of its own: for blocks that are compiled one
+            by one. The budget is for all of them.
+        quick: plan by the local search alone, in a second or two for a small graph. It ends at the time limit once it
+            has a plan that fits.
+        measured: time what Inductor does not generate, such as products and convolutions, and measure its workspace;
+            else times come from the device's rates, and workspaces count as 0.
         solver, time_limit_seconds, gap: as of `monet_like.plan.plan`, for every graph.
 
     Returns:
-        The options. ``options["custom_partitioner_fn"].graphs`` has the plan and the predicted peak of every graph once the
-        model has been called.
+        The options. ``options["custom_partitioner_fn"].graphs`` has the plan and the predicted peak of every graph once
+        the model has been called.
 
     Raises:
-        UsageError: an argument is wrong, or this PyTorch has no such hook. In the first call of the model: a graph has what
-            a plan cannot express, such as sizes that change.
+        UsageError: an argument is wrong, or this PyTorch has no such hook. In the first call of the model: a graph has
+            what a plan cannot express, such as sizes that change.
         ScheduleFileError: the file is none of these.
         InfeasibleError: in the first call of the model: a graph does not fit; says what would.
     """
@@ -77,8 +78,8 @@ def compile_options(
     missing = [name for name in hooks if not hasattr(config, name)]
     if missing:
         raise UsageError(
-            f"compile_options needs torch._inductor.config.{missing[0]}, which PyTorch {torch.__version__} lacks; install 2.14 or newer, "
-            "or use monet_like.ScheduleWrapper"
+            f"compile_options needs torch._inductor.config.{missing[0]}, which PyTorch {torch.__version__} lacks; "
+            "install 2.14 or newer, or use monet_like.ScheduleWrapper"
         )
     from .groups import grouped, ungrouped
     from .partitioner import PlannedPartitioner, Settings

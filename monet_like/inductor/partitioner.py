@@ -56,7 +56,8 @@ class PlannedGraph:
     Attributes:
         program: the graph: tasks and slots are kernels, with the names of the nodes whose results they write.
         costs: of its kernels.
-        plan: the schedule; its report counts what one call of the graph needs, without other graphs and ``extra_bytes``.
+        plan: the schedule; its report counts what one call of the graph needs, without other graphs and
+            ``extra_bytes``.
         plain: the simulator's report on the graph with everything kept that its backward reads.
         budget_bytes: what one call was planned for.
         saved: names of the nodes that the forward hands to the backward, inputs apart.
@@ -91,9 +92,10 @@ class PlannedGraph:
     def __repr__(self) -> str:
         report = self.plan.report
         return (
-            f"PlannedGraph({len(self.program.slots)} backward kernels, {self.schedule.rerun_count} recomputations: peak "
-            f"{format_bytes(report.peak_bytes)}, step {format_seconds(report.seconds)}, saved {format_bytes(self.saved_bytes)}; "
-            f"nothing recomputed: {format_bytes(self.plain.peak_bytes)}, {format_seconds(self.plain.seconds)})"
+            f"PlannedGraph({len(self.program.slots)} backward kernels, {self.schedule.rerun_count} recomputations: "
+            f"peak {format_bytes(report.peak_bytes)}, step {format_seconds(report.seconds)}, saved "
+            f"{format_bytes(self.saved_bytes)}; nothing recomputed: {format_bytes(self.plain.peak_bytes)}, "
+            f"{format_seconds(self.plain.seconds)})"
         )
 
 
@@ -106,8 +108,8 @@ class PlannedPartitioner(CustomPartitionerFn):
     """Plans the joint graphs of one compiled model.
 
     Attributes:
-        settings, planned: as given: what decides, and schedules that are known in advance, by `graph_key`; where there are
-            some, no others are looked for.
+        settings, planned: as given: what decides, and schedules that are known in advance, by `graph_key`; where there
+            are some, no others are looked for.
         graphs: the plan of every distinct graph so far, in the order in which they were compiled.
     """
 
@@ -139,8 +141,9 @@ class PlannedPartitioner(CustomPartitionerFn):
         """
         if inductor.custom_partitioner_fn is not self and (inductor.inplace_buffers or inductor.allow_buffer_reuse):
             raise UsageError(
-                "PyTorch computes wrong gradients for graphs with nested regions if it may reuse buffers in them; give torch.compile, "
-                'which compiles what is around the regions, options={"inplace_buffers": False, "allow_buffer_reuse": False}'
+                "PyTorch computes wrong gradients for graphs with nested regions if it may reuse buffers in them; give "
+                "torch.compile, which compiles what is around the regions, "
+                'options={"inplace_buffers": False, "allow_buffer_reuse": False}'
             )
 
     def _known(self, kernels: Kernels) -> PlannedGraph | None:
@@ -155,7 +158,9 @@ class PlannedPartitioner(CustomPartitionerFn):
 
     @property
     def _held_bytes(self) -> int:
-        """What earlier graphs hold; graphs that are called several times stand for the same blocks, the first of which differs."""
+        """What earlier graphs hold; graphs that are called several times stand for the same blocks, the first of which
+        differs.
+        """
         return sum(graph.held_bytes for graph in self.graphs) if self.settings.calls == 1 else 0
 
     def _planned(self, kernels: Kernels) -> PlannedGraph:
@@ -185,8 +190,9 @@ class PlannedPartitioner(CustomPartitionerFn):
         schedule = self.planned.get(graph_key(program))
         if schedule is None:
             raise UsageError(
-                f"the plan is of {len(self.planned)} other graph(s): it fits one model, its inputs' shapes and dtypes, this PyTorch, and "
-                "a compiled part that is the model alone; export it again, or give compile_options a budget"
+                f"the plan is of {len(self.planned)} other graph(s): it fits one model, its inputs' shapes and dtypes, "
+                "this PyTorch, and a compiled part that is the model alone; export it again, or give compile_options a "
+                "budget"
             )
         return Plan(
             schedule, simulate(program, schedule, costs), "feasible", found_by="file"
@@ -204,14 +210,15 @@ class PlannedPartitioner(CustomPartitionerFn):
         )  # fmt: skip
         menus = [[_point(kernels, costs, point.schedule) for point in points]]
         found = Chooser(
-            step_of_calls(program, calls).with_menus(menus), [None if settings.quick else block_relaxation(program, costs)], budget,
+            step_of_calls(program, calls).with_menus(menus), [None if settings.quick else block_relaxation(program,
+            costs)], budget,
             lambda _, schedule: _point(kernels, costs, schedule), settings.solver,
             bound_seconds=0.0 if settings.quick else settings.time_limit_seconds,
         ).choose()  # fmt: skip
         if found.peak_bytes > budget:
             raise InfeasibleError(
-                f"{calls} calls of this graph do not fit into {format_bytes(budget)}: with the least that was found they need "
-                f"{format_bytes(found.peak_bytes)} ({found.peak_bytes} bytes); give that much",
+                f"{calls} calls of this graph do not fit into {format_bytes(budget)}: with the least that was found "
+                f"they need {format_bytes(found.peak_bytes)} ({found.peak_bytes} bytes); give that much",
                 found.peak_bytes,
             )
         schedule = found.points[0].schedule
@@ -238,7 +245,8 @@ class PlannedPartitioner(CustomPartitionerFn):
             return error
         held = self._held_bytes
         return InfeasibleError(
-            f"{error}. {format_bytes(held)} of the budget are held by {len(self.graphs)} graph(s) of this model that were "
+            f"{error}. {format_bytes(held)} of the budget are held by {len(self.graphs)} graph(s) of this model that "
+            "were "
             'compiled before; give more, or a percentage, such as "60%", which each graph has of its own peak',
             error.smallest_bytes,
             error.step,

@@ -1,4 +1,7 @@
-"""Plans of ``torch.compile`` made in advance: found without generating code, and kept as JSON. Nothing in a file can run."""
+"""Plans of ``torch.compile`` made in advance: found without generating code, and kept as JSON.
+
+Nothing in a file can run.
+"""
 
 from __future__ import annotations
 

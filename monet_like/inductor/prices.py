@@ -49,9 +49,9 @@ def prices(kernels: Kernels, *, measured: bool) -> dict[str, Cost]:
     """The cost of every kernel, by its task's key.
 
     Args:
-        measured: run what Inductor does not generate once for its workspace and twice for its time, if this process has not
-            done so before; else all is estimated from the device's rates, and workspaces are taken to be 0. What Inductor copies is
-            counted in any case.
+        measured: run what Inductor does not generate once for its workspace and twice for its time, if this process has
+            not done so before; else all is estimated from the device's rates, and workspaces are taken to be 0. What
+            Inductor copies is counted in any case.
     """
     device = device_of(kernels.joint.device, measured)
     found: dict[str, Cost] = {}
@@ -84,7 +84,9 @@ def _bytes(nodes: Iterable[fx.Node]) -> int:
 
 
 def _estimated(kernel: Kernel, limits: DeviceLimits) -> Cost:
-    """By the rates of the device (`monet_like.profile.roofline`): what Inductor generates is a pass over what it touches."""
+    """By the rates of the device (`monet_like.profile.roofline`): what Inductor generates is a pass over what it
+    touches.
+    """
     known = [] if kernel.generated or kernel.root is None else operations_of(kernel.root)
     return Cost(seconds_by_rates(known or [Operation(touched_bytes=_bytes((*kernel.reads, *kernel.writes)))], limits))
 

@@ -12,16 +12,18 @@ from torch import fx
 _CONVOLUTION = torch.ops.aten.convolution_backward.default
 #: The results of a convolution's backward: gradients of the input, the weight and the bias.
 _INPUT, _WEIGHT = 0, 1
-#: On a CPU, of the inputs and weights of all convolutions, the share from which on a convolution's gradients are two calls.
+#: On a CPU, of the inputs and weights of all convolutions, the share from which on a convolution's gradients are two
+#: calls.
 LARGE = 0.02
 
 
 def split_convolutions(graph: fx.Graph) -> None:
     """Make the gradients of a convolution's weight and of its input two calls, in this order.
 
-    The first one reads the convolution's input, which can be freed before the gradient of it is made: both often are among a
-    step's largest tensors. Libraries compute the two by two kernels in any case, so results are the same bits. On a CPU a second
-    call prepares its operands again, a tenth of a millisecond and more: small convolutions keep their one call.
+    The first one reads the convolution's input, which can be freed before the gradient of it is made: both often are
+    among a step's largest tensors. Libraries compute the two by two kernels in any case, so results are the same bits.
+    On a CPU a second call prepares its operands again, a tenth of a millisecond and more: small convolutions keep their
+    one call.
     """
     nodes = graph.find_nodes(op="call_function", target=_CONVOLUTION)
     read = {node: sum(given.meta["val"].nbytes for given in node.args[1:3]) for node in nodes}
@@ -39,7 +41,8 @@ def split_convolutions(graph: fx.Graph) -> None:
 
 
 def without_shapes(graph: fx.Graph) -> None:
-    """Give gradients of average pooling a tensor without memory in place of the pooled one, of which they take the shape alone.
+    """Give gradients of average pooling a tensor without memory in place of the pooled one, of which they take the
+    shape alone.
 
     Inductor's code holds an argument that it never reads until it ends.
     """

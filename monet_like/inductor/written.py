@@ -1,4 +1,6 @@
-"""Operators that return their input, and decide whether Inductor writes it to memory, and where, or computes it in each reader."""
+"""Operators that return their input, and decide whether Inductor writes it to memory, and where, or computes it in each
+reader.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,8 @@ def written_operator() -> Any:
 def apart_operator() -> Any:
     """The operator whose result is in memory of its own, also if a concatenation reads it: that copies it.
 
-    Without it Inductor may have the result written to its place in the concatenation, all of which is then there from that time on.
+    Without it Inductor may have the result written to its place in the concatenation, all of which is then there from
+    that time on.
     """
     from torch._inductor.lowering import register_lowering
 
@@ -71,9 +74,9 @@ def apart_operator() -> Any:
 def inlined_operator() -> Any:
     """The operator whose result is part of the kernels that read it, however many of their operators do.
 
-    Without it Inductor writes a result that has several readers, if it is made from more than four tensors or, on the CPU,
-    by ``exp``, ``log``, ``sigmoid`` or ``tanh``, and random numbers always: then nothing reads what it has written, and it leaves that out.
-    A kernel still can have the result written, as a product needs it.
+    Without it Inductor writes a result that has several readers, if it is made from more than four tensors or, on the
+    CPU, by ``exp``, ``log``, ``sigmoid`` or ``tanh``, and random numbers always: then nothing reads what it has
+    written, and it leaves that out. A kernel still can have the result written, as a product needs it.
     """
     from torch._inductor.ir import ComputedBuffer, Pointwise, StorageBox, TensorBox
     from torch._inductor.lowering import register_lowering

@@ -1,8 +1,8 @@
 """Hugging Face's Trainer by a callback: ``Trainer(model, callbacks=[MemoryBudget("60%")])``.
 
-Only the forward of the model changes, or of its blocks, and only while the Trainer trains. So the model stays what it is for everything else:
-checkpoints, `save_pretrained`, adapters, `generate`, the Hub. A model wrapped by `auto_schedule` or `ScheduleWrapper` may be
-given to the Trainer as well.
+Only the forward of the model changes, or of its blocks, and only while the Trainer trains. So the model stays what it
+is for everything else: checkpoints, `save_pretrained`, adapters, `generate`, the Hub. A model wrapped by
+`auto_schedule` or `ScheduleWrapper` may be given to the Trainer as well.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class MemoryBudget(TrainerCallback):
 
     Args:
         memory_budget: of the whole step: ``"8 GB"``, bytes as an int, or ``"60%"`` of plain PyTorch's peak.
-        blocks: give each of these modules a schedule of its own, such as ``model.model.layers``; see `auto_schedule`. For deep
-            models: equal blocks are captured and planned once.
+        blocks: give each of these modules a schedule of its own, such as ``model.model.layers``; see `auto_schedule`.
+            For deep models: equal blocks are captured and planned once.
         options: the other arguments of `auto_schedule`, such as ``mode``, ``backend`` and ``optimizer``.
 
     Attributes:
-        wrapper: of the model that is, or was last, trained; its ``record`` is the schedule. None before training, and with
-            ``blocks``.
+        wrapper: of the model that is, or was last, trained; its ``record`` is the schedule. None before training, and
+            with ``blocks``.
         plan: what the schedules of the blocks promise. None before the first step, and without ``blocks``.
 
     The plan is made at the first step, for the inputs of that step. Evaluation and generation run the model as it is.
@@ -78,7 +78,9 @@ class MemoryBudget(TrainerCallback):
             self._use_cache(model, True)
 
     def _use_cache(self, model: nn.Module, wanted: bool) -> None:
-        """Let the model's decoder fill a cache of keys and values, or not: in training it is another object in every step."""
+        """Let the model's decoder fill a cache of keys and values, or not: in training it is another object in every
+        step.
+        """
         if not wanted:
             self._cache = caching_config(model)
         if self._cache:

@@ -17,8 +17,8 @@ def frame(columns: Mapping[str, str], rows: Iterable[Sequence[Any]]) -> pandas.D
     """A DataFrame with a row for each of ``rows``.
 
     Args:
-        columns: their names, with the unit at the end (``seconds``, ``peak_bytes``), and dtypes: ``Int64`` and ``float64``
-            for numbers that may be missing (None), ``int64``, ``bool``, ``object`` for text.
+        columns: their names, with the unit at the end (``seconds``, ``peak_bytes``), and dtypes: ``Int64`` and
+            ``float64`` for numbers that may be missing (None), ``int64``, ``bool``, ``object`` for text.
         rows: of as many cells as there are columns.
     """
     import pandas

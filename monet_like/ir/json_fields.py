@@ -17,13 +17,15 @@ def headed(record: Any, form: str, version: int, *, without: str) -> dict[str, A
 
 
 def read_as(content: Any, kind: type[_Read]) -> _Read:
-    """Builtins that were read from a file as what ``kind`` says, such as a dataclass; other fields than its own are left out.
+    """Builtins that were read from a file as what ``kind`` says, such as a dataclass; other fields than its own are
+    left out.
 
-    Lists become tuples, and a whole number is a float, too. Errors name the field, and do not show the value, which may be huge.
+    Lists become tuples, and a whole number is a float, too. Errors name the field, and do not show the value, which may
+    be huge.
 
     Raises:
-        ValueError: a field is missing or has another type; a whole number is negative or has more than 300 digits; another
-            number is not finite; a text cannot be printed.
+        ValueError: a field is missing or has another type; a whole number is negative or has more than 300 digits;
+            another number is not finite; a text cannot be printed.
     """
     found = msgspec.convert(content, kind)
     _check_shown(msgspec.to_builtins(found, str_keys=True), "$")

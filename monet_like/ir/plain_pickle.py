@@ -72,7 +72,8 @@ def load_plain(data: bytes, path: Path) -> Any:
         for opcode, argument, _ in pickletools.genops(data):  # before anything is built
             if opcode.name in refused or "PERSID" in opcode.name:
                 raise ScheduleFileError(
-                    f"{path} is refused: a schedule holds plain data only, and this file has {opcode.name} {argument or ''}".strip()
+                    f"{path} is refused: a schedule holds plain data only, and this file has "
+                    f"{opcode.name} {argument or ''}".strip()
                 )
             if "PUT" in opcode.name and int(argument or 0) > len(data):  # pickle would allocate a table up to it
                 raise ScheduleFileError(f"{path} is refused: it has the memo index {argument}")

@@ -54,12 +54,16 @@ class Profile:
         return f"Profile({len(self.costs)} operators on {self.device}{note})"
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row per operator: its name as `Task.cost`, seconds and workspace; ``seconds`` is inf if it does not run there."""
+        """One row per operator: its name as `Task.cost`, seconds and workspace; ``seconds`` is inf if it does not run
+        there.
+        """
         rows = ((key, cost.seconds, cost.workspace_bytes) for key, cost in self.costs.items())
         return frame({"cost": "object", "seconds": "float64", "workspace_bytes": "int64"}, rows)
 
     def merged(self, older: Profile) -> Profile:
-        """Add the costs that only an older profile has; an unlike one, of another device or other settings, adds none."""
+        """Add the costs that only an older profile has; an unlike one, of another device or other
+        settings, adds none.
+        """
         if (older.device, older.settings) != (self.device, self.settings):
             return self
         scaled = self.scaled | (older.scaled - self.costs.keys())

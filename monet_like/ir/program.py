@@ -122,8 +122,8 @@ class Task:
         word: the mode word that admits it (``conv``, ``multiway``, ``newnode``, ``inplace``, ``offload``,
             ``algorithms``); "" always.
         overwrites: a value among ``reads`` whose storage becomes that of ``writes[0]``, or is released on the
-            way and counts for it. After the task that value no longer exists. A slot may take over a forward value; planners
-            choose such a way only if no later stage can use the value.
+            way and counts for it. After the task that value no longer exists. A slot may take over a forward value;
+            planners choose such a way only if no later stage can use the value.
         runs: ``first`` only in the forward, ``again`` only during the backward, or ``both``.
         copies: a copy from or to the host, on the copy engine: ``whole``: the next task waits for it; ``start``: it
             runs beside what follows, and who reads what it writes waits; ``end``: the reader that is there for that.
@@ -174,7 +174,8 @@ class Program:
         outputs: forward values that must exist at the end of the forward and then stay to the end of the
             step, because the caller holds them. Side effects (batch-norm statistics) are outputs of 0 bytes.
         tangents: backward values that exist when the backward starts; each is read by some slot.
-        gradients: backward values that stay to the end of the step once written: the gradients that end up in ``.grad``.
+        gradients: backward values that stay to the end of the step once written: the gradients that end up in
+            ``.grad``.
     """
 
     values: tuple[Value, ...]
@@ -194,8 +195,8 @@ class Program:
     def to_frame(self) -> pandas.DataFrame:
         """One row per task: the forward's in order, then the ways of every backward slot.
 
-        ``slot`` and ``way`` are missing in the forward; ``reads`` and ``writes`` are names of values, ``written_bytes`` is
-        the memory of the latter, and ``cost`` the task's name in the profile.
+        ``slot`` and ``way`` are missing in the forward; ``reads`` and ``writes`` are names of values, ``written_bytes``
+        is the memory of the latter, and ``cost`` the task's name in the profile.
         """
 
         def names(values: tuple[int, ...]) -> str:
@@ -272,9 +273,9 @@ class Program:
     def fingerprint(self) -> str:
         """sha256 over the values, the tasks, their operators and arguments, and over parameters' names and layouts.
 
-        Values, tasks and temporaries count by their place in the order, not by name: names differ between captures on two
-        devices. Sizes of activations are not in it, so it is equal for the same model at another batch; of the numbers
-        among arguments only those that no size changes are (`_NUMBERS`).
+        Values, tasks and temporaries count by their place in the order, not by name: names differ between captures on
+        two devices. Sizes of activations are not in it, so it is equal for the same model at another batch; of the
+        numbers among arguments only those that no size changes are (`_NUMBERS`).
         """
         digest = hashlib.sha256()
         tangents = frozenset(self.tangents)
@@ -340,7 +341,8 @@ _NUMBERS = {
     "aten.max_pool2d_with_indices_backward.default": (2, 3, 4, 5),
 }
 
-#: Operators whose last argument is the name of the process group that they communicate in; "" in a plan made without one.
+#: Operators whose last argument is the name of the process group that they communicate in; "" in a plan made without
+#: one.
 _OF_A_GROUP = ("monet_like.sync_batch_norm_gather", "monet_like.sync_batch_norm_all_reduce")
 
 

@@ -28,7 +28,10 @@ class Schedule:
     ways: tuple[int, ...]
 
     def __repr__(self) -> str:
-        return f"Schedule({len(self.forward)} forward tasks, {self.rerun_count} recomputed, {len(self.ways)} backward slots)"
+        return (
+            f"Schedule({len(self.forward)} forward tasks, {self.rerun_count} recomputed, {len(self.ways)} backward "
+            "slots)"
+        )
 
     def to_frame(self, program: Program | None = None) -> pandas.DataFrame:
         """One row per backward slot: the way it takes, and the forward tasks that are recomputed just before it.

@@ -56,14 +56,15 @@ class ScheduleRecord:
         ablation: operator choice only, no recompute.
         budget_bytes: of the whole training step.
         optimizer, optimizer_bytes: whose state is counted, and how much that is.
-        cublas_bytes: bytes counted for cuBLAS's workspaces (`monet_like.profile.cublas`); 0 in files without this field.
+        cublas_bytes: bytes counted for cuBLAS's workspaces (`monet_like.profile.cublas`); 0 in files without this
+            field.
         device, versions: of the profile's measurement.
         fingerprint: of the program (`Program.fingerprint`).
         autocast: the autocast dtype the model was captured under, or "".
         layout: of the model's weights, as `InputSpec.layout`.
         optimizer_in_backward: hooks step and free each gradient in the backward.
-        attention: the kind of attention that the program has and the replay pins (flash, efficient, cudnn, math); "": what
-            PyTorch chooses there.
+        attention: the kind of attention that the program has and the replay pins (flash, efficient, cudnn, math); "":
+            what PyTorch chooses there.
         made_last: names of the parameters whose gradients are made after all others.
         peak_bytes, seconds: predicted for this schedule; no ``peak_bytes``: nothing is promised.
         plain_peak_bytes, plain_seconds: predicted for plain PyTorch.
@@ -136,7 +137,10 @@ class ScheduleRecord:
         write_atomically(path, dump_plain(self.content()))
 
     def to_json(self, path: str | Path) -> None:
-        """Write the same content as JSON, one line per field. `load`, `ScheduleWrapper` and all commands read it, too."""
+        """Write the same content as JSON, one line per field.
+
+        `load`, `ScheduleWrapper` and all commands read it, too.
+        """
         members = ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in self.content().items())
         write_atomically(Path(path), f"{{\n{members}\n}}\n".encode())
 

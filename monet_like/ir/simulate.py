@@ -62,7 +62,10 @@ class Report:
     host_bytes: int = 0
 
     def __repr__(self) -> str:
-        return f"Report(peak {format_bytes(self.peak_bytes)}, step {format_seconds(self.seconds)}, {len(self.steps)} tasks run)"
+        return (
+            f"Report(peak {format_bytes(self.peak_bytes)}, step {format_seconds(self.seconds)}, {len(self.steps)} "
+            "tasks run)"
+        )
 
     def to_frame(self) -> pandas.DataFrame:
         """The memory timeline: one row per task that runs, in order; ``bytes`` is all that the step holds meanwhile.
@@ -144,8 +147,8 @@ def simulate(program: Program, schedule: Schedule, costs: Mapping[str, Cost], *,
 class Running(NamedTuple):
     """A step of a simulation and the values that exist during it.
 
-    Its memory is resident bytes, those given as extra, ``alive`` without a value that the task overwrites, what the task
-    writes, and its workspace.
+    Its memory is resident bytes, those given as extra, ``alive`` without a value that the task overwrites, what the
+    task writes, and its workspace.
 
     Attributes:
         step: the report's entry for it.
@@ -268,7 +271,8 @@ def _last_reads(program: Program, runs: list[_Turn]) -> dict[tuple[int, int], in
                     )
                 if value not in born:
                     raise ScheduleError(
-                        f"{run.task.name} reads {program.values[value].name} in {_stage(run.slot)}, but nothing has made it"
+                        f"{run.task.name} reads {program.values[value].name} in {_stage(run.slot)}, but nothing has "
+                        "made it"
                     )
                 touched[value].append(index)
         if run.task.overwrites is not None:
@@ -287,8 +291,8 @@ def _last_reads(program: Program, runs: list[_Turn]) -> dict[tuple[int, int], in
                 other = made_in_forward.setdefault(value, run.task)
                 if other is not run.task and "first" in (other.runs, run.task.runs):
                     raise ScheduleError(
-                        f"{run.task.name} and {other.name} both write {program.values[value].name} in the forward; what "
-                        "runs only there, such as a random draw, may not be done twice"
+                        f"{run.task.name} and {other.name} both write {program.values[value].name} in the forward; "
+                        "what runs only there, such as a random draw, may not be done twice"
                     )
     missing = [program.values[value].name for value in program.outputs if value not in made_in_forward]
     if missing:

@@ -1,15 +1,17 @@
 """A training step as the planner sees it: pieces, each with a menu of points, and the moments at which memory can peak.
 
-A step is what lies between two steps of the optimizer: forwards, losses, backwards. A **piece** is what is captured and runs as one
-program: a whole model, a block, a head with its loss. A **point** is one way to run a piece, with its seconds and bytes; the **menu**
-of a piece has the points that it may take. A **moment** is a part of the step: the forward or the backward of one piece, or what the
-rest of the model does between two of them. A **choice** takes one point ``p[b]`` for every piece ``b``. With
+A step is what lies between two steps of the optimizer: forwards, losses, backwards. A **piece** is what is captured and
+runs as one program: a whole model, a block, a head with its loss. A **point** is one way to run a piece, with its
+seconds and bytes; the **menu** of a piece has the points that it may take. A **moment** is a part of the step: the
+forward or the backward of one piece, or what the rest of the model does between two of them. A **choice** takes one
+point ``p[b]`` for every piece ``b``. With
 
 * ``seconds``, ``carried``, ``forward``, ``backward`` and ``adding``: of a point (`Point`);
 * ``calls[b]``: how often piece ``b`` runs in the step;
-* ``base[m]``: the bytes that exist at moment ``m`` whatever the choice is: parameters, gradients so far, the optimizer's state, buffers
-  of a sharded model, the rest's own activations;
-* ``n[m,b]``: calls of piece ``b`` whose forward has ended and whose backward has not, the one whose backward runs included;
+* ``base[m]``: the bytes that exist at moment ``m`` whatever the choice is: parameters, gradients so far, the
+  optimizer's state, buffers of a sharded model, the rest's own activations;
+* ``n[m,b]``: calls of piece ``b`` whose forward has ended and whose backward has not, the one whose backward runs
+  included;
 
 a choice has::
 
@@ -42,7 +44,8 @@ class Point:
     Attributes:
         schedule: of the piece's program.
         seconds: of the piece's forward and backward.
-        carried_bytes: kept from the forward to the backward. Inputs and results of the piece do not count: see ``shared``.
+        carried_bytes: kept from the forward to the backward. Inputs and results of the piece do not count: see
+            ``shared``.
         forward_peak_bytes: above what exists when the forward begins.
         backward_peak_bytes: above what would exist when the backward begins if the piece carried nothing; the gradients
             of its parameters included.

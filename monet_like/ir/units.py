@@ -68,8 +68,8 @@ def parse_budget(budget: str | int | Budget, name: str = "memory budget") -> Bud
     """Read a memory budget, in Python or from the command line.
 
     Args:
-        budget: text: GB as a number (``"10"``), an amount with its unit (``"565 MB"``) or a share of plain PyTorch's peak
-            (``"60%"``); an int: bytes.
+        budget: text: GB as a number (``"10"``), an amount with its unit (``"565 MB"``) or a share of plain PyTorch's
+            peak (``"60%"``); an int: bytes.
         name: of the budget, for errors.
 
     Raises:

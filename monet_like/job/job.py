@@ -82,7 +82,10 @@ class Job:
 
     @property
     def profile(self) -> Profile:
-        """Seconds and workspace of every operator; ``to_frame()`` is a table. The first access measures what is not known."""
+        """Seconds and workspace of every operator; ``to_frame()`` is a table.
+
+        The first access measures what is not known.
+        """
         return self.ready.profile
 
     @property
@@ -109,8 +112,8 @@ class Job:
             solver: of the integer program (default: HIGHS); ``"heuristic"``: the local search alone.
             strategy: another way to plan, such as ``"checkmate"``; see `monet_like.plan.strategies`.
             time_limit_seconds, gap, threads: of the solver (default: 60 s, 0.01, 1).
-            quick: in about ten seconds: the local search, on times that are partly estimated where nothing is measured yet.
-                Its peak is as exact. Nothing is saved, and a plan that is not quick measures all.
+            quick: in about ten seconds: the local search, on times that are partly estimated where nothing is measured
+                yet. Its peak is as exact. Nothing is saved, and a plan that is not quick measures all.
             options: further ones of the strategy.
 
         Raises:
@@ -152,8 +155,8 @@ class Job:
         """The time-memory front: plans for several budgets, each search starting from the plan before.
 
         Args:
-            budgets: as for `plan`, in any order, or in one text (``"80%,60%"``); None: ``points`` budgets from the smallest
-                that is feasible to plain PyTorch's peak.
+            budgets: as for `plan`, in any order, or in one text (``"80%,60%"``); None: ``points`` budgets from the
+                smallest that is feasible to plain PyTorch's peak.
             solver, time_limit_seconds, gap: of each plan.
 
         Raises:
@@ -270,8 +273,8 @@ class Job:
         """Model, batch, mode, plain PyTorch's step and whose costs these are, in one line."""
         plain, request = self.plain, self.request
         return (
-            f"{request.expression}, batch {request.batch}, {request.mode}; plain PyTorch: {format_bytes(plain.peak_bytes)}, "
-            f"{format_seconds(plain.seconds)} predicted ({self.profile.device})"
+            f"{request.expression}, batch {request.batch}, {request.mode}; plain PyTorch: "
+            f"{format_bytes(plain.peak_bytes)}, {format_seconds(plain.seconds)} predicted ({self.profile.device})"
         )
 
     def _rows(self) -> list[tuple[str, str]]:

@@ -86,7 +86,9 @@ class SolvedPlan:
 
     @property
     def bound(self) -> float | None:
-        """Seconds below which no schedule is possible (of the kind that ``record.bound_kind`` names); None: nothing is proven."""
+        """Seconds below which no schedule is possible (of the kind that ``record.bound_kind`` names); None: nothing is
+        proven.
+        """
         return self.record.bound_seconds
 
     @property

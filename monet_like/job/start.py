@@ -42,7 +42,8 @@ def problem(
     """Capture a model's training step; the start of everything that this package knows about it.
 
     Args:
-        model: in training mode, on the device it will train on; or on the meta device, to plan for a GPU that is not here.
+        model: in training mode, on the device it will train on; or on the meta device, to plan for a GPU that is not
+            here.
         args, kwargs: example inputs; a tensor, or a tuple of arguments.
         device: what to plan for. None: the model's own device, whose operators are measured when a cost is first asked
             for. ``"roofline:a100"``: the datasheet rates of this card, and nothing is measured; it need not be here.
@@ -51,8 +52,8 @@ def problem(
             ``"roofline:a100"``. None: the cache that `auto_schedule` has, too.
         mode: which variants may be used; see `monet_like.ir.mode`.
         optimizer: whose state to count; a key of `monet_like.compiler.request.OPTIMIZERS`, such as adamw.
-        optimizer_in_backward: hooks of the training loop step and free each gradient in the backward, so not all gradients
-            exist at once; see `auto_schedule`.
+        optimizer_in_backward: hooks of the training loop step and free each gradient in the backward, so not all
+            gradients exist at once; see `auto_schedule`.
         ablation: choose operators only, recompute nothing.
         autocast: dtype of ``torch.autocast``, such as ``"bfloat16"``; "": none; None: the one that is on now.
         attention: kind of attention that PyTorch takes: flash, efficient, cudnn or math; "": its own choice.
@@ -111,7 +112,8 @@ def _where(
         target = absent_device("cuda") if capability_of(source.known) is not None else None
         if target is None:
             raise UsageError(
-                "the model is on the meta device, where nothing can be measured; plan it for a GPU that is not here, such as "
+                "the model is on the meta device, where nothing can be measured; plan it for a GPU that is not here, "
+                "such as "
                 'device="roofline:h100", or build it on the device that it will train on'
             )
     return target, source

@@ -1,8 +1,9 @@
-"""LoRA adapters on frozen layers, whose weights may be quantised as bitsandbytes stores them: for planning, without values.
+"""LoRA adapters on frozen layers, whose weights may be quantised as bitsandbytes stores them: for planning, without
+values.
 
-Hu et al., LoRA, ICLR 2022; Dettmers et al., QLoRA, NeurIPS 2023, and LLM.int8(), NeurIPS 2022. The quantised layers here are
-ours: they have the bytes of bitsandbytes' layers and call its operators in the same order, but have no weights. An adapter
-has the model's dtype and no dropout.
+Hu et al., LoRA, ICLR 2022; Dettmers et al., QLoRA, NeurIPS 2023, and LLM.int8(), NeurIPS 2022. The quantised layers
+here are ours: they have the bytes of bitsandbytes' layers and call its operators in the same order, but have no
+weights. An adapter has the model's dtype and no dropout.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def check_quantisation(name: str) -> None:
         )
     if name and importlib.util.find_spec("bitsandbytes") is None:
         raise UsageError(
-            f"{name} weights are planned by the operators of bitsandbytes, which is not installed; pip install bitsandbytes"
+            f"{name} weights are planned by the operators of bitsandbytes, which is not installed; pip install "
+            "bitsandbytes"
         )
 
 
@@ -154,7 +156,9 @@ class _FourBitProduct(torch.autograd.Function):
 
 
 class EightBit(nn.Module):
-    """A frozen weight in int8 with a float32 scale for each row; inputs are rounded to int8 row by row (threshold 0)."""
+    """A frozen weight in int8 with a float32 scale for each row; inputs are rounded to int8 row by row
+    (threshold 0).
+    """
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
@@ -170,7 +174,8 @@ class EightBit(nn.Module):
 class _EightBitProduct(torch.autograd.Function):
     """A product of int8 rows with an int8 weight; the gradient's product dequantises the weight.
 
-    bitsandbytes scales the dequantised weight in place; here it is copied, which counts one copy of it more for a moment.
+    bitsandbytes scales the dequantised weight in place; here it is copied, which counts one copy of it more for a
+    moment.
     """
 
     @staticmethod

@@ -1,8 +1,9 @@
 """Decoders of the Llama 3 family in plain PyTorch, on the meta device by default: shapes without weights, of any size.
 
-The blocks are those of the paper: RMS norm, rotary positions, causal attention with grouped heads, and a gated MLP (The Llama 3
-Herd of Models, 2024, section 3.2). Where the sizes are from: table 3 there for 8B and 70B; for 1B and 3B the model cards of
-Llama 3.2 and the ``config.json`` published with them. Layers are named as in Hugging Face's Transformers.
+The blocks are those of the paper: RMS norm, rotary positions, causal attention with grouped heads, and a gated MLP (The
+Llama 3 Herd of Models, 2024, section 3.2). Where the sizes are from: table 3 there for 8B and 70B; for 1B and 3B the
+model cards of Llama 3.2 and the ``config.json`` published with them. Layers are named as in Hugging Face's
+Transformers.
 """
 
 from __future__ import annotations

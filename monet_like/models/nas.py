@@ -21,7 +21,9 @@ from torch import nn
 
 @dataclass(frozen=True)
 class CellGenotype:
-    """The operations of a cell. State 0 is the cell before the last, state 1 the last; every pair of edges adds a state.
+    """The operations of a cell.
+
+    State 0 is the cell before the last, state 1 the last; every pair of edges adds a state.
 
     Attributes:
         edges: (operation, the state that it reads); a state is the sum of two consecutive ones.
@@ -177,7 +179,9 @@ class _Cell(nn.Module):
         )
 
     def forward(self, before: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-        """The two cells' results before this one to its own, ``[N, channels * len(results), H / stride, W / stride]``."""
+        """The two cells' results before this one to its own, ``[N, channels * len(results), H / stride, W
+        / stride]``.
+        """
         states = [self.first(before), self.second(last)]
         for edge in range(0, len(self.edges), 2):
             left, right = (self.edges[i](states[self.sources[i]]) for i in (edge, edge + 1))

@@ -17,7 +17,8 @@ class Parts:
     """A model as modules that run one after the other; they share its parameters.
 
     Attributes:
-        start: from tokens [N, length] to a tuple: the residual stream [N, length, width], and tensors that all blocks read.
+        start: from tokens [N, length] to a tuple: the residual stream [N, length, width], and tensors that all blocks
+            read.
         blocks: from the residual stream and these tensors to the residual stream.
         end: from the residual stream and labels [N, length] to the loss.
     """
@@ -44,14 +45,14 @@ def parts_of(model: nn.Module) -> Parts:
         missing.append("lm_head")
     if missing:
         raise UsageError(
-            f"{type(model).__name__} is not a decoder whose blocks are known: it has no {', '.join(missing)}; give llama_8b or another "
-            "named shape, a causal language model of Transformers with these names, or a model with a method parts() that "
-            "returns monet_like.models.Parts"
+            f"{type(model).__name__} is not a decoder whose blocks are known: it has no {', '.join(missing)}; give "
+            "llama_8b or another named shape, a causal language model of Transformers with these names, or a model "
+            "with a method parts() that returns monet_like.models.Parts"
         )
     if "layer_type" in inspect.signature(inner.rotary_emb.forward).parameters:  # type: ignore[union-attr]
         raise UsageError(
-            f"{type(model).__name__} has rotary positions for each kind of layer, as Gemma 3 has, and only blocks that read the same "
-            "positions are known; give a model with a method parts() that returns monet_like.models.Parts"
+            f"{type(model).__name__} has rotary positions for each kind of layer, as Gemma 3 has, and only blocks that "
+            "read the same positions are known; give a model with a method parts() that returns monet_like.models.Parts"
         )
     return Parts(_Start(model), tuple(_Block(layer) for layer in inner.layers), _End(model))  # type: ignore[union-attr]
 

@@ -1,7 +1,7 @@
 """U-Nets for volumes as nnU-Net configures them: 3-D convolutions, instance norm, leaky ReLU, deep supervision.
 
-The plain net follows Isensee, Jaeger, Kohl, Petersen, Maier-Hein: nnU-Net, Nature Methods 18 (2021), the one with a residual
-encoder Isensee, Wald, Ulrich et al.: nnU-Net Revisited, MICCAI 2024.
+The plain net follows Isensee, Jaeger, Kohl, Petersen, Maier-Hein: nnU-Net, Nature Methods 18 (2021), the one with a
+residual encoder Isensee, Wald, Ulrich et al.: nnU-Net Revisited, MICCAI 2024.
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ class VolumeUNet(nn.Module):
         self.deep_supervision = deep_supervision
 
     def forward(self, volume: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """``[N, channels, D, H, W]`` to ``[N, classes, D, H, W]``; with deep supervision also at half the sides and so on."""
+        """``[N, channels, D, H, W]`` to ``[N, classes, D, H, W]``; with deep supervision also at half the sides and so
+        on.
+        """
         x = self.stem(volume)
         skips = []
         for level in self.encoder:

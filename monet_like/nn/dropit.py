@@ -54,7 +54,9 @@ def _unpack(ctx: Any, kept: Tensor) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """x [N, D] times a matrix, plus bias [V]: the transpose of weight [V, D], or with ``turned`` weight [D, V] itself."""
+    """x [N, D] times a matrix, plus bias [V]: the transpose of weight [V, D], or with ``turned`` weight
+    [D, V] itself.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool, dropped: Dropped) -> Tensor:
@@ -195,8 +197,8 @@ def to_dropit(model: nn.Module, gamma: float = 0.9) -> nn.Module:
     found = [(layer, kind) for layer in _allowed(model) if (kind := _kind(layer)) is not None]
     if not found:
         raise UsageError(
-            f"{type(model).__name__} has no layer to drop for; these are nn.Linear, nn.Conv2d and Hugging Face's Conv1D "
-            "without the attribute no_dropit"
+            f"{type(model).__name__} has no layer to drop for; these are nn.Linear, nn.Conv2d and Hugging Face's "
+            "Conv1D without the attribute no_dropit"
         )
     if gamma > 0:
         ops.load()

@@ -1,8 +1,8 @@
 """SyncBatchNorm as operators that a schedule can place. It also runs on a CPU, where PyTorch has none.
 
 Three steps forward (this process's statistics, gathered over the group, the normalisation) and three backward (sums,
-reduced over the group, the gradient). The second of each communicates. It is done once in every step and in the order of
-the program, whatever the schedule: so processes make their collectives in the same order even where their schedules
+reduced over the group, the gradient). The second of each communicates. It is done once in every step and in the order
+of the program, whatever the schedule: so processes make their collectives in the same order even where their schedules
 differ. All other operators are local and can be recomputed.
 """
 

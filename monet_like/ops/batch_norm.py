@@ -11,7 +11,7 @@ result. Arguments named weight, bias, running_* and residual may be None.
 | batch_norm_…_joined | as these three; parts: F[N,C_i,...], together x | as these three |
 
 All take ``activation``, ``lo`` and ``hi``: "clamp" to lo and hi, "leaky_relu" of slope lo, "hardswish" or "silu".
-"""
+"""  # noqa: E501  (a table)
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Gradients whose formulas look at values: of a product, whether a factor is zero; of ``index_fill``, which rows are named twice.
+"""Gradients whose formulas look at values: of a product, whether a factor is zero; of ``index_fill``, which rows are
+named twice.
 
-A trace has no values: PyTorch takes another formula there, which rounds otherwise, or none. Here each formula is one operator, which
-looks when it runs, as plain PyTorch does. The size of its result depends on no value. Its layout may: it is plain PyTorch's, which the
-operators that read it take as they find it. A gradient that the forward itself makes, and that has a gradient (``create_graph=True``),
-is not one operator: there the formula asks as a forward does.
+A trace has no values: PyTorch takes another formula there, which rounds otherwise, or none. Here each formula is one
+operator, which looks when it runs, as plain PyTorch does. The size of its result depends on no value. Its layout may:
+it is plain PyTorch's, which the operators that read it take as they find it. A gradient that the forward itself makes,
+and that has a gradient (``create_graph=True``), is not one operator: there the formula asks as a forward does.
 """
 
 from __future__ import annotations

@@ -58,8 +58,8 @@ def version() -> str:
 def runs_on(device: str) -> bool:
     """Whether Liger's kernels run on this kind of device: where it is installed, on CUDA.
 
-    ``MONET_LIKE_LIGER=0`` leaves them out. ``MONET_LIKE_LIGER=1`` with ``TRITON_INTERPRET=1`` runs them on a CPU, too, by
-    Triton's interpreter, which is for tests. Nothing is imported here.
+    ``MONET_LIKE_LIGER=0`` leaves them out. ``MONET_LIKE_LIGER=1`` with ``TRITON_INTERPRET=1`` runs them on a CPU, too,
+    by Triton's interpreter, which is for tests. Nothing is imported here.
     """
     asked = os.environ.get(_VARIABLE, "").lower()
     if asked in _OFF or not version():
@@ -81,8 +81,8 @@ def liger_rms_norm(x: Tensor, weight: Tensor | None, eps: float, rounded: bool) 
     """RMS norm over the last dimension, and its statistic rstd = 1 / sqrt(mean of squares + eps).
 
     Args:
-        rounded: round the normalised rows to the dtype of ``x`` before they are multiplied by the weight: Liger's casting
-            mode ``llama``; without it ``gemma``.
+        rounded: round the normalised rows to the dtype of ``x`` before they are multiplied by the weight: Liger's
+            casting mode ``llama``; without it ``gemma``.
     """
     return rms_norm(x, weight, 1, eps, rounded, x.dtype)
 
@@ -197,9 +197,9 @@ def _liger() -> Any:
         from liger_kernel.ops.utils import calculate_settings
     except Exception as error:  # whatever its own imports raise
         raise MonetError(
-            f"liger-kernel {version()} is installed, but importing it fails ({type(error).__name__}: {error}); the schedule "
-            f"takes its kernels: repair it (pip install 'monet_like[liger]'), or set {_VARIABLE}=0, with which the "
-            "plain-torch twins run and plans do without it"
+            f"liger-kernel {version()} is installed, but importing it fails ({type(error).__name__}: {error}); the "
+            f"schedule takes its kernels: repair it (pip install 'monet_like[liger]'), or set {_VARIABLE}=0, with "
+            "which the plain-torch twins run and plans do without it"
         ) from error
     return SimpleNamespace(norm=rms_norm, added=fused_add_rms_norm, swiglu=swiglu, settings=calculate_settings)
 
@@ -339,8 +339,8 @@ PARTIAL_SUMS = tuple(f"{NAMESPACE}.liger_rms_norm_backward{form}.default" for fo
 def extra_traffic_bytes(op: str, args: Sequence[Any], results: Sequence[Any]) -> int:
     """Bytes that an operator moves beside reading its operands and writing its results once; 0 for other operators.
 
-    Without a residual, the gradient for x is filled with zeros before the kernel writes it, unless it overwrites another.
-    The gradients of SwiGLU overwrite copies of gate and up, which are written and read first.
+    Without a residual, the gradient for x is filled with zeros before the kernel writes it, unless it overwrites
+    another. The gradients of SwiGLU overwrite copies of gate and up, which are written and read first.
     """
     if op == PARTIAL_SUMS[0]:
         return int(results[0].nbytes) if args[4] is None else 0

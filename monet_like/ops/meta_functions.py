@@ -93,7 +93,8 @@ def _gru_cell_backward(grad: Tensor, workspace: Tensor, has_bias: bool) -> tuple
 
 
 def _lstsq(x: Tensor, other: Tensor, rcond: float | None = None, *, driver: str | None = None) -> tuple[Tensor, ...]:
-    """Two drivers leave residuals only where the matrices have full rank, and only of matrices of more rows than columns.
+    """Two drivers leave residuals only where the matrices have full rank, and only of matrices of more rows than
+    columns.
 
     Found by solving for matrices of ones and zeros on a CPU, since the solution's layout is that of LAPACK's memory.
     """

@@ -1,4 +1,5 @@
-"""SwiGLU, silu(gate) * up (Shazeer, "GLU Variants Improve Transformer", 2020), and both of its gradients, in one pass each.
+"""SwiGLU, silu(gate) * up (Shazeer, "GLU Variants Improve Transformer", 2020), and both of its gradients, in one pass
+each.
 
 F is float32, float64, float16 or bfloat16; all tensors have one dtype and one shape.
 

@@ -16,7 +16,7 @@ name of a process group, as in PyTorch's functional collectives. On CUDA these a
 SyncBatchNorm, called in its order: the same bits.
 
 Every operator has a fake, so tracing communicates nothing. There are no compiled kernels.
-"""
+"""  # noqa: E501  (a table)
 
 from __future__ import annotations
 
@@ -81,7 +81,8 @@ def _gathered(stats: Tensor, processes: int, group: str) -> Tensor:
 def _resolve(group: str) -> Any:
     if not group:
         raise RuntimeError(
-            "this program was captured for a plan, as among processes that are not there; capture it in their group to run it"
+            "this program was captured for a plan, as among processes that are not there; capture it in their group to "
+            "run it"
         )
     from torch.distributed.distributed_c10d import _resolve_process_group
 

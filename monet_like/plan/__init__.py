@@ -61,8 +61,8 @@ def plan(
     check_strategy(strategy)
     if not (0 < budget_bytes <= MOST_BYTES and 0 < time_limit_seconds <= MOST_SECONDS and 0 <= gap < 1):
         raise UsageError(
-            f"budget_bytes ({budget_bytes:.4g}) and time_limit_seconds ({time_limit_seconds}) must be more than 0 and at "
-            f"most {MOST_BYTES:.4g} and {MOST_SECONDS:g}, and gap ({gap}) at least 0 and less than 1"
+            f"budget_bytes ({budget_bytes:.4g}) and time_limit_seconds ({time_limit_seconds}) must be more than 0 and "
+            f"at most {MOST_BYTES:.4g} and {MOST_SECONDS:g}, and gap ({gap}) at least 0 and less than 1"
         )
     found = STRATEGIES[strategy](
         program, costs, budget_bytes, solver=solver, time_limit_seconds=time_limit_seconds, gap=gap,
@@ -70,7 +70,7 @@ def plan(
     )  # fmt: skip
     if found.report.peak_bytes > budget_bytes:
         raise SolverError(
-            f"strategy {strategy} needs {format_bytes(found.report.peak_bytes)}, more than {format_bytes(budget_bytes)}, "
-            "and finds nothing smaller; use strategy milp"
+            f"strategy {strategy} needs {format_bytes(found.report.peak_bytes)}, more than "
+            f"{format_bytes(budget_bytes)}, and finds nothing smaller; use strategy milp"
         )
     return found

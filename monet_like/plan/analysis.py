@@ -13,7 +13,9 @@ from ..ir.units import MIB
 
 @dataclass(frozen=True)
 class Needs:
-    """In which stages values may be needed and tasks may run. Stage 0 is the forward, ``t >= 1`` backward slot ``t - 1``.
+    """In which stages values may be needed and tasks may run.
+
+    Stage 0 is the forward, ``t >= 1`` backward slot ``t - 1``.
 
     Attributes:
         stages: the stages in which forward tasks may run: 0 and those in which a rerun can save memory or time.

@@ -1,4 +1,6 @@
-"""Questions about budgets: the smallest that does (`smallest_budget`, `fits`), and step time against memory (`pareto`)."""
+"""Questions about budgets: the smallest that does (`smallest_budget`, `fits`), and step time against memory
+(`pareto`).
+"""
 
 from __future__ import annotations
 

@@ -136,7 +136,9 @@ _Move = Callable[[Schedule], Schedule]
 
 
 def _sends(program: Program, schedule: Schedule) -> Iterator[list[_Move]]:
-    """For every send of a schedule, in order, the changes that overlap it with the forward; the shortest overlap first."""
+    """For every send of a schedule, in order, the changes that overlap it with the forward; the shortest
+    overlap first.
+    """
     for whole in schedule.forward:
         if program.tasks[whole].copies == "whole":
             yield [
@@ -153,7 +155,8 @@ def _fetches(program: Program, schedule: Schedule) -> Iterator[list[_Move]]:
         for whole in tasks:
             if program.tasks[whole].copies == "whole":
                 yield [
-                    lambda now, whole=whole, slot=slot, start=start, end=end, early=early: _started(  # type: ignore[misc]
+                    # type: ignore[misc]
+                    lambda now, whole=whole, slot=slot, start=start, end=end, early=early: _started(
                         now, slot, whole, early, start, end
                     )
                     for start, end in _starts_and_ends(program, whole)

@@ -24,10 +24,10 @@ class Plan:
         gap: ``(report.seconds - bound_seconds) / report.seconds``.
         rows, columns: size of the integer program; 0 for other strategies.
         solver: the solver asked for; "" for strategies without one.
-        found_by: name of the stage that found the schedule: a stage of `Search` (``greedy``, ``parts``, ``heuristic``, ``bound``, ``lowest
-            peak``, ``start``), a solver's name, or the strategy's.
-        stage_seconds: wall seconds of the stages ``parts``, ``heuristic``, ``bound``, ``build`` and ``solve`` of `Search`,
-            or of the strategy.
+        found_by: name of the stage that found the schedule: a stage of `Search` (``greedy``, ``parts``, ``heuristic``,
+            ``bound``, ``lowest peak``, ``start``), a solver's name, or the strategy's.
+        stage_seconds: wall seconds of the stages ``parts``, ``heuristic``, ``bound``, ``build`` and ``solve`` of
+            `Search`, or of the strategy.
         pin_bytes, window: how the program was restricted; window None: not.
         interrupted: stopped by hand (Ctrl-C) with this plan at hand.
     """
@@ -50,6 +50,6 @@ class Plan:
     def __repr__(self) -> str:
         gap = "no bound" if self.bound_kind == "none" else f"gap {100 * self.gap:.2f} %"
         return (
-            f"Plan({self.status}: peak {format_bytes(self.report.peak_bytes)}, step {format_seconds(self.report.seconds)}, "
-            f"{gap}, found by {self.found_by})"
+            f"Plan({self.status}: peak {format_bytes(self.report.peak_bytes)}, step "
+            f"{format_seconds(self.report.seconds)}, {gap}, found by {self.found_by})"
         )

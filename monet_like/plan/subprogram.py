@@ -123,8 +123,8 @@ def plans_without_refused(
     So no planner meets a cost that is not a number.
 
     Args:
-        ask: returns a schedule, an object with a field ``schedule``, or None; its option ``start``, if any, is a schedule.
-            Everything else in its answer, such as the report, is the same for both programs.
+        ask: returns a schedule, an object with a field ``schedule``, or None; its option ``start``, if any, is a
+            schedule. Everything else in its answer, such as the report, is the same for both programs.
     """
 
     @functools.wraps(ask)

@@ -19,9 +19,9 @@ NEVER = 2**62
 def reuse_bytes(captured: Captured) -> Mapping[tuple[str, int], tuple[int, ...]]:
     """The reuse distance of every value that a task reads: bytes touched since its last use, its own included.
 
-    That is the reuse distance of Mattson et al. (IBM Systems Journal 9, 1970), by whole values: a cache of so many bytes
-    still holds it. Variants are taken to stand where plain PyTorch's step makes what they write. Of tasks with the same
-    cost key and as many reads the median counts.
+    That is the reuse distance of Mattson et al. (IBM Systems Journal 9, 1970), by whole values: a cache of so many
+    bytes still holds it. Variants are taken to stand where plain PyTorch's step makes what they write. Of tasks with
+    the same cost key and as many reads the median counts.
     """
     plain, values = captured.plain, captured.program.values
     clock, begins, touched = 0, dict[int, int](), defaultdict[int, list[int]](list)
@@ -57,8 +57,8 @@ def _since(touched: list[int], now: int, count: int) -> int:
     return now - touched[before - 1] + count if before else NEVER
 
 
-#: So many bytes later nothing of a value is left in a CPU's caches: in what a core has of its own, and in its share of what
-#: it has with others.
+#: So many bytes later nothing of a value is left in a CPU's caches: in what a core has of its own, and in its share of
+#: what it has with others.
 _FORGOTTEN = 64 * 2**20
 
 

@@ -1,15 +1,16 @@
 """cuBLAS's workspaces, in which its products put partial sums; PyTorch takes them from its allocator.
 
-Up to PyTorch 2.14 each thread keeps one from its first matrix product on. A training step has two such threads, the one that
-calls the model and autograd's. The workspaces outlive every operator, so they are resident: a constant of the device that counts
-for every schedule with a product. From 2.15 on each product has one while it runs: a workspace like any other, which the profiler
-measures and `monet_like.profile.roofline` estimates. ``TORCH_CUBLAS_WORKSPACE_CACHE=1`` has 2.15 keep them as before.
+Up to PyTorch 2.14 each thread keeps one from its first matrix product on. A training step has two such threads, the one
+that calls the model and autograd's. The workspaces outlive every operator, so they are resident: a constant of the
+device that counts for every schedule with a product. From 2.15 on each product has one while it runs: a workspace like
+any other, which the profiler measures and `monet_like.profile.roofline` estimates. ``TORCH_CUBLAS_WORKSPACE_CACHE=1``
+has 2.15 keep them as before.
 
 PyTorch chooses their size (``getChosenWorkspaceSize`` in aten/src/ATen/cuda/CublasHandlePool.cpp): what
-``CUBLAS_WORKSPACE_CONFIG`` says where that is set; else 32 MiB on GPUs of capability 9.x to 12.x (Hopper, Blackwell), and 8.1 MiB
-on others. Products of cuBLASLt, such as sums of a product and a bias, use the same ones, or where products have their own, one of
-1 MiB. In version 2.11 they have one of 1 MiB beside it, in the thread that calls the model, and capabilities 10.x to 12.x have
-the small ones. On the device all of it is measured.
+``CUBLAS_WORKSPACE_CONFIG`` says where that is set; else 32 MiB on GPUs of capability 9.x to 12.x (Hopper, Blackwell),
+and 8.1 MiB on others. Products of cuBLASLt, such as sums of a product and a bias, use the same ones, or where products
+have their own, one of 1 MiB. In version 2.11 they have one of 1 MiB beside it, in the thread that calls the model, and
+capabilities 10.x to 12.x have the small ones. On the device all of it is measured.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
 """Devices: the name of this machine's, and rates and memory of GPUs from their data sheets.
 
-GPUs stand in ``gpus.csv``, each with the name of the datasheet or whitepaper that its figures are from. All rates are peaks without
-sparsity, which no operator reaches (`monet_like.profile.gpu_paces` has the shares); where a datasheet gives the rate with sparsity, half
-of it is taken. 16-bit products are those with sums in float32. Nothing here was measured, but for ``cpu``.
+GPUs stand in ``gpus.csv``, each with the name of the datasheet or whitepaper that its figures are from. All rates are
+peaks without sparsity, which no operator reaches (`monet_like.profile.gpu_paces` has the shares); where a datasheet
+gives the rate with sparsity, half of it is taken. 16-bit products are those with sums in float32. Nothing here was
+measured, but for ``cpu``.
 
 Multiprocessors are those of the same cards by NVIDIA's whitepapers (P100, Turing, A100, H100 and Ada architectures).
 
-What cuBLAS keeps there follows from the compute capability ("CUDA GPU Compute Capability", developer.nvidia.com/cuda/gpus) and
-from PyTorch's source, see `monet_like.profile.cublas`.
+What cuBLAS keeps there follows from the compute capability ("CUDA GPU Compute Capability",
+developer.nvidia.com/cuda/gpus) and from PyTorch's source, see `monet_like.profile.cublas`.
 
-The rates are those of PyTorch's default settings: convolutions of float32 run in TF32 (``torch.backends.cudnn.allow_tf32``),
-matrix products of float32 do not (``torch.backends.cuda.matmul.allow_tf32``).
+The rates are those of PyTorch's default settings: convolutions of float32 run in TF32
+(``torch.backends.cudnn.allow_tf32``), matrix products of float32 do not (``torch.backends.cuda.matmul.allow_tf32``).
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-#: Bytes a second and direction of a link of 16 lanes: of PCI Express 3.0, 4.0 and 5.0 by NVIDIA's datasheets 32, 64 and 128 GB/s in both,
-#: of a Grace Hopper Superchip 900; and the share of it that large copies of pinned memory are taken to reach.
+#: Bytes a second and direction of a link of 16 lanes: of PCI Express 3.0, 4.0 and 5.0 by NVIDIA's datasheets 32, 64 and
+#: 128 GB/s in both, of a Grace Hopper Superchip 900; and the share of it that large copies of pinned memory are taken
+#: to reach.
 LINKS = {name: 0.8 * rate for name, rate in (("pcie3", 16e9), ("pcie4", 32e9), ("pcie5", 64e9), ("nvlink-c2c", 450e9))}
 
 
@@ -106,8 +108,8 @@ class DeviceLimits:
         if self.device == "cpu":
             return ""
         return (
-            f"PyTorch's default precisions: float32 convolutions at {self.convolution_flops_per_second / 1e12:g} TFLOP/s "
-            f"(TF32 where there is one), matrix products at {self.flops_per_second / 1e12:g} (no TF32); "
+            f"PyTorch's default precisions: float32 convolutions at {self.convolution_flops_per_second / 1e12:g} "
+            f"TFLOP/s (TF32 where there is one), matrix products at {self.flops_per_second / 1e12:g} (no TF32); "
             "workspaces of convolutions estimated"
         )
 
@@ -161,7 +163,8 @@ class Machine:
         kind: ``cpu`` or ``cuda``.
         name: for people.
         memory_bytes, flops_per_second, bytes_per_second: 0: not known. Arithmetic in float32, without TF32.
-        convolution_flops_per_second: of float32 by PyTorch's default, which is with TF32 where there is one; 0: not known.
+        convolution_flops_per_second: of float32 by PyTorch's default, which is with TF32 where there is one; 0: not
+            known.
     """
 
     kind: str
@@ -182,7 +185,9 @@ def known_limits(name: str) -> DeviceLimits | None:
 
 
 def limits_of(device: str) -> DeviceLimits | None:
-    """The datasheet of a device as files name it: ``roofline:h100`` or ``cuda: NVIDIA H100 80GB HBM3``; None: not known."""
+    """The datasheet of a device as files name it: ``roofline:h100`` or ``cuda: NVIDIA H100 80GB HBM3``; None: not
+    known.
+    """
     kind, _, name = (part.strip() for part in device.partition(":"))
     return DEVICES.get(name) if kind == "roofline" else known_limits(name) if kind == "cuda" else None
 

@@ -1,20 +1,20 @@
 """What share of a GPU's datasheet rates PyTorch's operators reach: measured on one card, taken for all.
 
-An operator on a GPU is taken to last ``launch + arithmetic * F / R + traffic * B / W``: F floating-point operations at the
-datasheet's rate R, and B bytes that it reads and writes once at the datasheet's bandwidth W. `PACES` has the factors of each
-kind of operator. They were fitted to 2,113 operators that were timed alone on an H200 (PyTorch 2.11, float32 in PyTorch's
-default layout and precisions, two decoders in bfloat16): ``python -m benchmarks.operator_paces table`` prints factors and errors,
-`benchmarks/results/cuda-nvidia-h200/operator_paces.md` has them. No other card was measured, nor convolutions with the channels
-last or in 16 bits.
+An operator on a GPU is taken to last ``launch + arithmetic * F / R + traffic * B / W``: F floating-point operations at
+the datasheet's rate R, and B bytes that it reads and writes once at the datasheet's bandwidth W. `PACES` has the
+factors of each kind of operator. They were fitted to 2,113 operators that were timed alone on an H200 (PyTorch 2.11,
+float32 in PyTorch's default layout and precisions, two decoders in bfloat16): ``python -m benchmarks.operator_paces
+table`` prints factors and errors, `benchmarks/results/cuda-nvidia-h200/operator_paces.md` has them. No other card was
+measured, nor convolutions with the channels last or in 16 bits.
 
 What the larger factors are:
 
-* **Convolutions** in the default layout run near the tensor cores' rate, but inputs, filters and results are transposed before
-  and after ("NVIDIA Deep Learning Performance: Convolutional Layers User's Guide", section Tensor Layout). With one point and
-  no stride they are products without transposing, and slower ones.
+* **Convolutions** in the default layout run near the tensor cores' rate, but inputs, filters and results are transposed
+  before and after ("NVIDIA Deep Learning Performance: Convolutional Layers User's Guide", section Tensor Layout). With
+  one point and no stride they are products without transposing, and slower ones.
 * **Depthwise convolutions** run without tensor cores at 1/27 of FP32's rate and less.
-* **Batch norm** of cuDNN and of PyTorch reads its input twice, and has a block of threads for every channel: with fewer channels
-  than the card has room for, a part of it is idle.
+* **Batch norm** of cuDNN and of PyTorch reads its input twice, and has a block of threads for every channel: with fewer
+  channels than the card has room for, a part of it is idle.
 * **Products of 16-bit floats** whose rows are no multiple of 16 bytes (a vocabulary of 50,257 words) take slow kernels.
 * **Floats of two widths** in one operator: PyTorch converts element by element, without vectors.
 """
@@ -139,7 +139,9 @@ _LONG_ROW = 256
 
 
 def kind_of(op: str, args: Sequence[Any], result: Any) -> str:
-    """The kind of an operator, a key of `PACES`, by its name, all its arguments (shapes and dtypes alone) and its result."""
+    """The kind of an operator, a key of `PACES`, by its name, all its arguments (shapes and dtypes alone) and its
+    result.
+    """
     if op in _NAMED:
         return _NAMED[op]
     if op in _POOLINGS:
@@ -216,7 +218,9 @@ def _product(factors: Sequence[torch.Tensor]) -> str:
 
 
 def channels_of(kind: str, args: Sequence[Any]) -> int:
-    """The channels that have a block of threads each; 0: this kind has no such blocks, or its input's layout is another."""
+    """The channels that have a block of threads each; 0: this kind has no such blocks, or its input's layout is
+    another.
+    """
     if not PACES[kind].blocks or args[0].dim() < 2 or is_channels_last(args[0]):
         return 0
     return int(args[0].shape[1])

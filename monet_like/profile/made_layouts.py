@@ -1,11 +1,11 @@
 """Real memory layouts of values, found by running every operator once on this machine's device.
 
-A trace asks fake tensors how results lie, and for some operators PyTorch answers otherwise than its kernels on CUDA do: the
-gradient of a layer norm of a permuted tensor is in rows, whatever the trace says. So operators would be timed on inputs that no
-step gives them. Here every operator runs once, on inputs that lie as their operators have made them.
+A trace asks fake tensors how results lie, and for some operators PyTorch answers otherwise than its kernels on CUDA do:
+the gradient of a layer norm of a permuted tensor is in rows, whatever the trace says. So operators would be timed on
+inputs that no step gives them. Here every operator runs once, on inputs that lie as their operators have made them.
 
-The program stays as it is: its memory is the same, and so are fingerprints and the names of costs, which are the trace's. Plans
-and profiles therefore hold for a GPU whether it was there when they were made or not.
+The program stays as it is: its memory is the same, and so are fingerprints and the names of costs, which are the
+trace's. Plans and profiles therefore hold for a GPU whether it was there when they were made or not.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from .task_inputs import Inputs
 def as_made(captured: Captured, device: torch.device) -> Captured:
     """``captured`` with the layouts that its operators really give to values on ``device``.
 
-    Where several tasks make a value, the first counts, which is PyTorch's own. A task that fails leaves the trace's layout: it
-    is profiled next, and says why.
+    Where several tasks make a value, the first counts, which is PyTorch's own. A task that fails leaves the trace's
+    layout: it is profiled next, and says why.
     """
     metas, maker, values = list(captured.metas), Inputs(captured, device), captured.program.values
     known = {v for v, value in enumerate(values) if value.kind in RESIDENT_KINDS or value.spec == "state"}

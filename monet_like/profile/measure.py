@@ -20,8 +20,8 @@ def allocated_peak(function: Callable[[], Any], device: torch.device) -> int:
     """Bytes by which allocations rise above where they stood, at most, while ``function`` runs.
 
     On CUDA what is asked of the caching allocator, not rounded up to its 512 bytes, see `unsplit_bytes`; on a CPU every
-    allocation and release that PyTorch's allocator reports, operator temporaries included. The function runs once and its
-    result is dropped.
+    allocation and release that PyTorch's allocator reports, operator temporaries included. The function runs once and
+    its result is dropped.
     """
     return max(allocated_peaks(lambda _: function(), device))
 
@@ -59,16 +59,17 @@ def allocated_stretches(function: Callable[[Callable[[], None]], Any], device: t
     return _cuda_stretches(function, device) if device.type == "cuda" else _cpu_stretches(function)
 
 
-#: Of the caching allocator: blocks above the first size lie in segments where the rest of a block is only split off if it
-#: is larger than that size.
+#: Of the caching allocator: blocks above the first size lie in segments where the rest of a block is only split off if
+#: it is larger than that size.
 UNSPLIT_BYTES = 2**20
 
 
 def unsplit_bytes(blocks: int) -> int:
-    """Bytes by which ``torch.cuda.memory_allocated`` can exceed what was asked for while so many large blocks are alive.
+    """Bytes by which ``torch.cuda.memory_allocated`` can exceed what was asked for while so many large blocks are
+    alive.
 
-    It counts a block as a whole, the rest of up to 1 MiB that the allocator does not split off included; which blocks have
-    such a rest depends on what was freed before. A block of 1 MiB or less has none.
+    It counts a block as a whole, the rest of up to 1 MiB that the allocator does not split off included; which blocks
+    have such a rest depends on what was freed before. A block of 1 MiB or less has none.
     """
     return blocks * UNSPLIT_BYTES
 
@@ -146,8 +147,8 @@ def seconds_of(
         before: called before every call, and not timed; such as a `CacheState`.
         repeats: at most so many calls.
         enough_seconds: no further call once they took so long in all.
-        of_launches: on a GPU, with the CPU's time of a call added: it takes so long that many such calls leave the GPU without
-            work.
+        of_launches: on a GPU, with the CPU's time of a call added: it takes so long that many such calls leave the GPU
+            without work.
     """
     found: list[float] = []
     while len(found) < repeats and sum(found) < enough_seconds:

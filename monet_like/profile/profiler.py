@@ -3,8 +3,8 @@
 Every task is run by itself on inputs of its own shapes and strides, through the very code that the replay generates for
 it, and with caches that hold of its inputs, and of short ones the code, what they would in a step; all are timed in
 turn, in passes. What waits for other processes is measured without waiting: every schedule does it as often, and one
-process may be measuring alone. Where measuring at the wanted batch would take too long or too much memory, it is done at
-a smaller one and scaled: seconds in proportion, workspace along a line through two batches, because weights' layout
+process may be measuring alone. Where measuring at the wanted batch would take too long or too much memory, it is done
+at a smaller one and scaled: seconds in proportion, workspace along a line through two batches, because weights' layout
 changes do not grow with the batch.
 """
 
@@ -38,8 +38,8 @@ PASSES = 3
 
 #: Tasks of fewer seconds are timed with their code in the caches, where a step finds it; what got the data out got the
 #: code out, too. DenseNet-121's backward has 1,000 additions of 10 to 40 us, of which code from memory was half: its
-#: schedules were predicted to take 5.7 % less of plain PyTorch's step than they do, and with this 1.7 and 2.4 %. (Two CPU
-#: cores, each in one run; with limits of 1 and 3 ms 5 %.)
+#: schedules were predicted to take 5.7 % less of plain PyTorch's step than they do, and with this 1.7 and 2.4 %. (Two
+#: CPU cores, each in one run; with limits of 1 and 3 ms 5 %.)
 _SHORT = 3e-4
 
 
@@ -58,9 +58,9 @@ def measure(
         timed: measure seconds as well as workspace; else they are 0.
 
     Raises:
-        ProfileError: one of PyTorch's own operators failed; out of memory is said to be that. An operator variant that fails is
-            `REFUSED` instead, with a warning unless it is an algorithm of a library's or a kernel of Liger's: libraries do not say
-            before which they have.
+        ProfileError: one of PyTorch's own operators failed; out of memory is said to be that. An operator variant that
+            fails is `REFUSED` instead, with a warning unless it is an algorithm of a library's or a kernel of Liger's:
+            libraries do not say before which they have.
     """
     passes = PASSES if timed else 0
     seconds, report = dict[str, float](), _reporter(progress, (1 + passes) * len(tasks))
@@ -140,8 +140,8 @@ def _unless_refused(task: Task, what: Callable[[], _Found]) -> _Found | None:
             raise
         if not expected:
             warn_caller(
-                f"operator variant {task.variant} is left out where it does not run ({error}). The step is exact without it, but may "
-                "take more time or memory"
+                f"operator variant {task.variant} is left out where it does not run ({error}). The step is exact "
+                "without it, but may take more time or memory"
             )
         return None
 
@@ -202,7 +202,8 @@ class _Trial:
                 run(self._maker.of(self.task, twin=True))
 
         before = self._maker.caches_before(self.task, inputs, run_twins)
-        # cuDNN prepares a convolution by a named algorithm anew in every call, which takes the CPU up to half a millisecond.
+        # cuDNN prepares a convolution by a named algorithm anew in every call, which takes the CPU up to half a
+        # millisecond.
         by_name = any(call.op.startswith("monet_like.cudnn_convolution") for call in self.task.calls)
         return seconds_of(partial(run, inputs), self._maker.device, before=before, repeats=repeats, of_launches=by_name)
 

@@ -16,7 +16,9 @@ _ROWS, _ELEMENTS = 768, 2**23
 
 
 def limits_like(device: torch.device) -> DeviceLimits:
-    """Rates like the device's, to tell the longer of two operators: its datasheet's, or those of another of its kind."""
+    """Rates like the device's, to tell the longer of two operators: its datasheet's, or those of another
+    of its kind.
+    """
     if device.type != "cuda":
         return DEVICES["cpu"]
     return known_limits(torch.cuda.get_device_name(device)) or DEVICES["a100"]
@@ -25,8 +27,8 @@ def limits_like(device: torch.device) -> DeviceLimits:
 def measured_limits(device: torch.device) -> DeviceLimits:
     """`limits_like`, with the arithmetic and the memory traffic that are measured here.
 
-    Convolutions and 16-bit products keep their ratio to products of float32. A process measures once for each device under
-    the same settings, such as the number of threads.
+    Convolutions and 16-bit products keep their ratio to products of float32. A process measures once for each device
+    under the same settings, such as the number of threads.
     """
     return _measured(device, settings_digest(device))
 

@@ -2,8 +2,8 @@
 
 For planning for a device that is not at hand, and to judge in advance how long measuring would take.
 
-Where the rates are from: `monet_like.profile.devices`. How much of them GPUs reach: `monet_like.profile.gpu_paces`. On a CPU a
-task takes the longer of arithmetic and memory traffic.
+Where the rates are from: `monet_like.profile.devices`. How much of them GPUs reach: `monet_like.profile.gpu_paces`. On
+a CPU a task takes the longer of arithmetic and memory traffic.
 
 Two rules are estimates of ours, on GPUs alone:
 
@@ -41,9 +41,11 @@ def roofline(captured: Captured, limits: DeviceLimits) -> dict[str, Cost]:
 
     Workspace is taken to be 0, with six exceptions. Convolutions on a GPU have the one that is estimated above. What a
     dropped cache is unpacked into is a tensor as large as the one dropped, or, for a product with it, a copy of what is
-    kept or of some rows. A product with a 4-bit weight dequantises it. cuDNN makes the gradient of batch norm's input even
-    where nobody wants it. Liger's gradient of RMS norm has a row of float32 for each multiprocessor, and the sum of these. From PyTorch 2.15 on a
-    product on a GPU has cuBLAS's workspace while it runs (cuBLASLt's is smaller, and counted as large). Rates know no algorithms: what ``algorithms`` admits is refused, so that plans take PyTorch's own.
+    kept or of some rows. A product with a 4-bit weight dequantises it. cuDNN makes the gradient of batch norm's input
+    even where nobody wants it. Liger's gradient of RMS norm has a row of float32 for each multiprocessor, and the sum
+    of these. From PyTorch 2.15 on a product on a GPU has cuBLAS's workspace while it runs (cuBLASLt's is smaller, and
+    counted as large). Rates know no algorithms: what ``algorithms`` admits is refused, so that plans take PyTorch's
+    own.
     """
     priced = {task.cost for task in captured.every_task() if task.word != ALGORITHMS}
     tasks, works = distinct_tasks(captured), works_of(captured)

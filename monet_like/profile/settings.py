@@ -1,4 +1,5 @@
-"""Settings and versions that change the costs of operators on a device, so that measured costs hold only under the same.
+"""Settings and versions that change the costs of operators on a device, so that measured costs hold only under the
+same.
 
 Seconds and workspaces that were measured under other settings are another device's, in effect. Profiles say which they
 were measured under, and the cache keeps profiles and plans apart by them. Programs are not in here: operators' names,
@@ -97,8 +98,8 @@ def settings_of(device: torch.device) -> dict[str, str]:
     """The present settings and versions that change costs on this kind of device, by names for people.
 
     Returns:
-        Versions of libraries, whether compiled kernels or twins run and which, settings of PyTorch, and variables of the
-        environment that are set.
+        Versions of libraries, whether compiled kernels or twins run and which, settings of PyTorch, and variables of
+        the environment that are set.
     """
     found = versions()
     found["kernels"] = _kernels(device.type)

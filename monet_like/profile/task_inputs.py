@@ -18,7 +18,8 @@ from .cache_state import CacheState, reuse_bytes
 
 #: What these operators read are probabilities or rates. A GPU that is given other numbers fails for the whole process.
 _OF_PROBABILITIES = (
-    "aten.bernoulli", "aten.binary_cross_entropy.", "aten.binomial.", "aten.multinomial.", "aten.poisson.", "aten._sample_dirichlet.",
+    "aten.bernoulli", "aten.binary_cross_entropy.", "aten.binomial.", "aten.multinomial.", "aten.poisson.",
+    "aten._sample_dirichlet.",
     "aten._standard_gamma.",
 )  # fmt: skip
 

@@ -44,8 +44,8 @@ class Operation:
         convolution_flops: of convolutions.
         touched_bytes: that it reads and writes.
         half: whether it computes at least at the rate of 16-bit floats.
-        group_channels: of one group of a convolution, the fewer of input and output; 1 if it is depthwise, `TILE` or more
-            if it fills tensor cores.
+        group_channels: of one group of a convolution, the fewer of input and output; 1 if it is depthwise, `TILE` or
+            more if it fills tensor cores.
         channels: that have a block of threads each on a GPU; 0: it has no such blocks.
         launches: of kernels, where one does not do.
     """
@@ -173,7 +173,9 @@ def _flop_formulas() -> dict[Any, Callable[..., int]]:
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    """Of scores and of their products with values, for each head of ``query`` [N, heads, length, width]; a mask saves nothing."""
+    """Of scores and of their products with values, for each head of ``query`` [N, heads, length, width]; a mask saves
+    nothing.
+    """
     return 2 * prod(query[:3]) * key[2] * (query[3] + value[3])
 
 

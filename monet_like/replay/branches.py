@@ -1,8 +1,8 @@
 """Branches: what a step's Python code decides by values of tensors, see `monet_like.capture.trace.answers`.
 
-A step asks its questions again in every call. Where an answer is another one, everything that the call has changed so far is
-undone, and the call begins anew with the step of the other branch; likewise with the plain model where side effects cannot be
-set again.
+A step asks its questions again in every call. Where an answer is another one, everything that the call has changed so
+far is undone, and the call begins anew with the step of the other branch; likewise with the plain model where side
+effects cannot be set again.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ..ir.program import Ref, Task
 from ..runtime.operators import schema_of
 from ..runtime.questions import OtherAnswer
 
-#: So many captures for other answers are made in any case: after them only while most calls need none, and for other sizes while
-#: nine in ten do not.
+#: So many captures for other answers are made in any case: after them only while most calls need none, and for other
+#: sizes while nine in ten do not.
 FEW_BRANCHES = 8
 
 
@@ -49,8 +49,8 @@ def _leaves(given: object) -> Iterator[Ref]:
 
 @contextmanager
 def undone_if_ended(captured: Captured, written: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Restore ``written`` and PyTorch's generators if a question has another answer than at the capture, or if side effects cannot
-    be set again."""
+    """Restore ``written`` and PyTorch's generators if a question has another answer than at the capture, or if side
+    effects cannot be set again."""
     contents = Contents()
     for generator in default_generators(captured.device):
         contents.keep_generator(generator)
@@ -97,10 +97,10 @@ class Branches:
         if last.is_size:
             asks = "makes tensors whose sizes depend on values and"
             instead = (
-                "give weights of 0 to what is left out instead of selecting (torch.where, reduction='none'), select outside the model, "
-                "or plan the parts that do not select: auto_schedule(model, blocks=[...])"
+                "give weights of 0 to what is left out instead of selecting (torch.where, reduction='none'), select "
+                "outside the model, or plan the parts that do not select: auto_schedule(model, blocks=[...])"
             )
         raise UsageError(
-            f"its Python code {asks} were new in {self.captures + 1} of {self.calls} calls ({last} was {last.shown}), and each needs "
-            f"a program of its own; {instead}"
+            f"its Python code {asks} were new in {self.captures + 1} of {self.calls} calls ({last} was {last.shown}), "
+            f"and each needs a program of its own; {instead}"
         )

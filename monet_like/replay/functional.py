@@ -1,4 +1,6 @@
-"""Functional forms of operator calls: which calls TorchInductor may fuse, and how an in-place call is written functionally."""
+"""Functional forms of operator calls: which calls TorchInductor may fuse, and how an in-place call is written
+functionally.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ class Functional:
 
 
 def functional(call: Call, place: int) -> Functional | None:
-    """The functional form of ``call``, or None if Inductor may not fuse it; ``place`` makes names unique within a piece."""
+    """The functional form of ``call``, or None if Inductor may not fuse it; ``place`` makes names unique within a
+    piece.
+    """
     if call.op == "operator.getitem":
         return Functional(call)
     if call.op == NATIVE:

@@ -7,7 +7,8 @@ A piece is as long as this holds, and else is cut:
 * no value is written that the piece has touched before: a value and its rerun are never in one graph, where Inductor
   would merge them;
 * what exists before the piece, and what the compiled piece allocates while it runs, stay within the schedule's peak.
-  That is measured when the piece is built, not estimated. A value that is made and dies inside the piece may never exist.
+  That is measured when the piece is built, not estimated. A value that is made and dies inside the piece may never
+  exist.
 
 Operators that write in place write in place still: the graph computes the new contents and copies them back last.
 """
@@ -127,7 +128,9 @@ class _Fuser:
     def _tasks(
         self, tasks: Sequence[Task], dying: Sequence[Sequence[int]], before_bytes: Sequence[int]
     ) -> Sequence[Task]:
-        """Replace tasks by one that calls a compiled piece; by several, or not at all, where that needs too much memory."""
+        """Replace tasks by one that calls a compiled piece; by several, or not at all, where that needs too much
+        memory.
+        """
         if not self._worthwhile(tasks):
             return tasks
         graph = _graph(tasks, {value for dead in dying for value in dead})
@@ -168,7 +171,9 @@ class _Fuser:
         return self.pieces[key]
 
     def _compiled(self, graph: _Graph) -> tuple[Compiled | None, int]:
-        """Compile a graph and run it on random inputs: check the layouts of its results and measure what it allocates."""
+        """Compile a graph and run it on random inputs: check the layouts of its results and measure what
+        it allocates.
+        """
         captured = self.captured
         made = Inputs(captured, captured.device)  # shares tensors that look alike, which must not be written into
         fresh = [value for value in graph.outputs if value not in dict(graph.same)]
@@ -207,7 +212,9 @@ def _calling(name: str, graph: _Graph) -> Task:
 
 
 def runs_of(tasks: Sequence[Task]) -> Iterator[tuple[int, int]]:
-    """Ranges (first, one past the last) of tasks that may form one piece; a task that cannot be fused is a range of its own."""
+    """Ranges (first, one past the last) of tasks that may form one piece; a task that cannot be fused is a range of its
+    own.
+    """
     start = 0
     touched: set[int] = set()
     for index, task in enumerate(tasks):

@@ -1,4 +1,6 @@
-"""What a wrapper keeps from its calls, by their form: captured steps, forms that run as the plain model, and branches."""
+"""What a wrapper keeps from its calls, by their form: captured steps, forms that run as the plain model,
+and branches.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from .branches import Branches
 from .checks.call_keys import without_values
 from .training_step import CompiledStep
 
-#: Number of captures of one form of call after which it runs as the plain model if its forward itself changes a value that it reads.
+#: Number of captures of one form of call after which it runs as the plain model if its forward itself changes a value
+#: that it reads.
 OWN_STEPS = 4
 
 #: Number of captured steps that are kept. Without a limit, a number that changes in every step would fill the memory.
@@ -28,8 +31,8 @@ KEPT_STEPS = 32
 class KeptStep:
     """A captured step of a model.
 
-    The graphs of a step's results hold the step, and the model may hold these results. So all that holds the model's own objects
-    is here and not in the step: a model that is replaced is then freed.
+    The graphs of a step's results hold the step, and the model may hold these results. So all that holds the model's
+    own objects is here and not in the step: a model that is replaced is then freed.
 
     Attributes:
         captured: with the constants and the values that the model read.
@@ -66,12 +69,16 @@ class KeptStep:
         return self.reads.change() if self.reads is not None else None
 
     def forward_decides(self) -> bool:
-        """Whether what its forward takes decides about the step: it fills no argument, and no Python code runs in its backward."""
+        """Whether what its forward takes decides about the step: it fills no argument, and no Python code runs in its
+        backward.
+        """
         fills = self.captured.effects is not None and self.captured.effects.fills
         return self.reads is not None and not (fills or self.reads.roots.late_names)
 
     def own_change(self) -> tuple[Change, str] | None:
-        """A change of what the forward itself sets, and its path; None if there is none, or somebody else has changed it."""
+        """A change of what the forward itself sets, and its path; None if there is none, or somebody else has changed
+        it.
+        """
         effects, change = self.captured.effects, self.change()
         if effects is None or change is None:
             return None
@@ -81,8 +88,8 @@ class KeptStep:
 class KeptSteps:
     """Captured steps by the key of their form; the newest, and of most forms at least one. A copy begins with none.
 
-    A key has the values beside tensors among a call's arguments. Those that a forward does not take are left out of it when they
-    have changed once, see `share`.
+    A key has the values beside tensors among a call's arguments. Those that a forward does not take are left out of it
+    when they have changed once, see `share`.
 
     Attributes:
         plain: by key, why a form runs as the plain model.
@@ -120,10 +127,11 @@ class KeptSteps:
         return [each for each in kept if each != key and without_values(each, values) == form]
 
     def share(self, key: Any, alike: Sequence[Any], not_taken: frozenset[int]) -> Any:
-        """Have what is kept of forms serve a call of which a forward takes none of some values, if it agrees with them in the others.
+        """Have what is kept of forms serve a call of which a forward takes none of some values, if it agrees with them
+        in the others.
 
-        Whatever decides about a forward's path is taken by it, so with equal values in the others both take the same path. That is not
-        known of what the backward takes, nor of other branches.
+        Whatever decides about a forward's path is taken by it, so with equal values in the others both take the same
+        path. That is not known of what the backward takes, nor of other branches.
 
         Args:
             alike: see `alike`.
@@ -150,7 +158,9 @@ class KeptSteps:
         return self._steps.get(key, ())
 
     def find(self, key: Any, known: tuple[Answer, ...] = ()) -> KeptStep | None:
-        """A step captured for this key and these answers while all Python values that the model reads were as they are now."""
+        """A step captured for this key and these answers while all Python values that the model reads were as they are
+        now.
+        """
         steps = self._steps.get(key, [])
         alike = (kept for kept in reversed(steps) if kept.captured.answers[: len(known)] == known)
         found = next((kept for kept in alike if kept.change() is None), None)
@@ -159,7 +169,10 @@ class KeptSteps:
         return found
 
     def add(self, key: Any, kept: KeptStep) -> None:
-        """Keep a step for later calls. If there are too many, the oldest step of the key with the most steps is dropped."""
+        """Keep a step for later calls.
+
+        If there are too many, the oldest step of the key with the most steps is dropped.
+        """
         self._forget_replaced()
         self._steps.setdefault(key, []).append(kept)
         if len(self) > KEPT_STEPS:
@@ -190,8 +203,9 @@ class KeptSteps:
         if len(own) >= OWN_STEPS:
             change, path = own[-1]
             raise UsageError(
-                f"its forward reads {path} and sets it to another value in each call ({change}), and each value needs a capture, which "
-                "takes seconds; keep a number as a buffer (self.step.add_(1)), and empty a list after each step"
+                f"its forward reads {path} and sets it to another value in each call ({change}), and each value needs "
+                "a capture, which takes seconds; keep a number as a buffer (self.step.add_(1)), and empty a list after "
+                "each step"
             )
 
     def _forget_replaced(self) -> None:

@@ -1,7 +1,9 @@
-"""Lets a wrapper stand in for its model where libraries look: at the class, at the signature of the forward, at pickling.
+"""Lets a wrapper stand in for its model where libraries look: at the class, at the signature of the forward, at
+pickling.
 
-A model of Hugging Face's libraries is told by its class: ``isinstance(model, PreTrainedModel)`` decides how it is saved. A
-wrapper of such a model says that it is one. Methods such as ``save_pretrained`` and ``generate`` are the model's own.
+A model of Hugging Face's libraries is told by its class: ``isinstance(model, PreTrainedModel)`` decides how it is
+saved. A wrapper of such a model says that it is one. Methods such as ``save_pretrained`` and ``generate`` are the
+model's own.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ REASON = "a monet_like schedule runs as it is; for compiled pieces give backend=
 
 
 class SignedAsModel:
-    """A forward with the signature of the wrapped model, from which Hugging Face's Trainer learns the columns of a batch.
+    """A forward with the signature of the wrapped model, from which Hugging Face's Trainer learns the columns of a
+    batch.
 
     `torch.compile` leaves it alone: it breaks the graph there, and the schedule runs.
     """
@@ -52,7 +55,9 @@ class StandIn(nn.Module):
         return type(model) if hasattr(type(model), "save_pretrained") else type(self)
 
     def _become(self, new: type) -> None:
-        """Take another class; one derived from the class that is shown, as of ``fully_shard``, is derived from our own."""
+        """Take another class; one derived from the class that is shown, as of ``fully_shard``, is derived
+        from our own.
+        """
         bases = tuple(type(self) if base is self._shown_class() else base for base in new.__bases__)
         if bases != new.__bases__:
             content = {key: value for key, value in vars(new).items() if key not in ("__dict__", "__weakref__")}
@@ -62,7 +67,9 @@ class StandIn(nn.Module):
     __class__ = property(_shown_class, _become)
 
     def _without_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """``kwargs`` with ``use_cache=False`` where the model takes it: a training step has no use for keys and values."""
+        """``kwargs`` with ``use_cache=False`` where the model takes it: a training step has no use for keys
+        and values.
+        """
         place = self.__dict__.get("_use_cache")
         if place is None:
             place = self.__dict__["_use_cache"] = _place_of_use_cache(self._model)
@@ -118,6 +125,6 @@ def warn_of_checkpointing(model: nn.Module) -> None:
     """Warn if gradient checkpointing is on in a Hugging Face model: it changes nothing about the step."""
     if any(getattr(module, "gradient_checkpointing", None) is True for module in model.modules()):
         warn_caller(
-            f"gradient checkpointing is on in {type(model).__name__} and does not count: what a training step runs again is "
-            "what the schedule says; leave gradient_checkpointing=True out"
+            f"gradient checkpointing is on in {type(model).__name__} and does not count: what a training step runs "
+            "again is what the schedule says; leave gradient_checkpointing=True out"
         )

@@ -58,8 +58,8 @@ class CompiledStep:
         inner_results: positions of outputs from which others are made.
         tangents: (position among the outputs, value) of the incoming gradients that it reads.
         fused: code that Inductor compiled.
-        for_row_major: the same step, whose backward takes incoming gradients in row-major order, where the model's results lie
-            in another: plain PyTorch's kernels round differently for another layout. None: it takes copies.
+        for_row_major: the same step, whose backward takes incoming gradients in row-major order, where the model's
+            results lie in another: plain PyTorch's kernels round differently for another layout. None: it takes copies.
         memory: where its tensors are placed; None: where PyTorch's allocator puts them.
     """
 
@@ -178,7 +178,8 @@ class _Call:
 
     Attributes:
         segments: the backward that is under way.
-        versions: of the saved parameters, buffers and inputs, by position: each and its version when the backward began.
+        versions: of the saved parameters, buffers and inputs, by position: each and its version when the backward
+            began.
         other: by which the call has left its branch.
         reads: values that the model read when the step was captured; None: not recorded, or the model is gone.
     """
@@ -235,8 +236,8 @@ class _Head(torch.autograd.Function):
         reads = call.reads()
         if reads is not None and (change := reads.late_change()):
             raise UsageError(
-                f"{change}: this was set between a forward and its backward, which reads it, and the schedule is of the value "
-                "in the forward; set it before the forward"
+                f"{change}: this was set between a forward and its backward, which reads it, and the schedule is of "
+                "the value in the forward; set it before the forward"
             )
         step = call.step.for_gradients(grads)
         given = [*ctx.saved_tensors]

@@ -85,8 +85,8 @@ class ScheduleWrapper(StandIn):
         solution_file: a schedule file, a loaded `ScheduleRecord`, or a schedule of the zoo: ``zoo:resnet50_184_10.00``
             is the one for the device that the model is on, ``zoo:resnet50_184_10.00@h100`` that for a H100.
         input_shape: shape of the input, with or without the batch; a list of shapes for several inputs. It must be the
-            shape that the schedule was solved for. None takes the file's word. Calls may have smaller inputs: a last batch,
-            shorter sequences. They are captured once for each shape and follow the same decisions.
+            shape that the schedule was solved for. None takes the file's word. Calls may have smaller inputs: a last
+            batch, shorter sequences. They are captured once for each shape and follow the same decisions.
         example: arguments to capture the model with, as (args, kwargs); default: fake ones of the file's shapes.
         captured: the model as captured with ``example`` and the schedule's mode, if that is at hand: it takes seconds.
         backend: ``eager``, or ``inductor``: runs of elementwise operators, normalisations and reductions are compiled,
@@ -248,7 +248,9 @@ class ScheduleWrapper(StandIn):
             return None, None
 
     def _shared_key(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> Any:
-        """The key of a form that differs from a call in nothing but values which the forward does not take; the call's own if there is none."""
+        """The key of a form that differs from a call in nothing but values which the forward does not take; the call's
+        own if there is none.
+        """
         values = [place for place, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)]
         if not given_containers(args, kwargs) or not (alike := self._kept.alike(key, values)):
             return key
@@ -262,7 +264,9 @@ class ScheduleWrapper(StandIn):
         self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None = None,
         known: tuple[Answer, ...] = (),
     ) -> KeptStep | None:  # fmt: skip
-        """`_step`, after which nothing is changed but what this wrapper keeps; or a step that has become right meanwhile."""
+        """`_step`, after which nothing is changed but what this wrapper keeps; or a step that has become right
+        meanwhile.
+        """
         with CAPTURING:  # a capture in another thread changes settings that steps read
             if captured is None and not known and (kept := self._kept.find(key)) is not None:
                 return kept
@@ -301,7 +305,8 @@ class ScheduleWrapper(StandIn):
         needs = "in plain PyTorch's memory" if peak is None else f"whose predicted peak is {format_bytes(peak)}"
         if self._tells_of(inputs):
             warn_caller(
-                f"{type(self._model).__name__} runs as plain PyTorch when it is called with {specs_in_words(inputs)}, {needs}: {said}"
+                f"{type(self._model).__name__} runs as plain PyTorch when it is called with {specs_in_words(inputs)}, "
+                f"{needs}: {said}"
             )
 
     def _tells_of(self, inputs: tuple[InputSpec, ...]) -> bool:
@@ -316,7 +321,10 @@ class ScheduleWrapper(StandIn):
         return attention_as(name)
 
     def _key(self, leaves: list[Any], spec: pytree.TreeSpec) -> Any:
-        """The key of a captured step: everything that a capture fixes. Calls with different keys have steps of their own."""
+        """The key of a captured step: everything that a capture fixes.
+
+        Calls with different keys have steps of their own.
+        """
         device = device_of(self, (tuple(leaves), {}))
         group = world() if self._synchronised else None
         autocast = autocast_name(device), torch.is_autocast_cache_enabled()
@@ -360,15 +368,19 @@ class ScheduleWrapper(StandIn):
         if len(self._kept) == MANY_STEPS:
             last = f" (the last time, {change})" if change else ""
             warn_caller(
-                f"{type(self._model).__name__} was captured for {MANY_STEPS} different calls{last}, which takes time and "
-                "memory; pad inputs to few shapes, and pass numbers that change, attributes of modules among them, as tensors",
+                f"{type(self._model).__name__} was captured for {MANY_STEPS} different calls{last}, which takes time "
+                "and memory; pad inputs to few shapes, and pass numbers that change, attributes of modules among them, "
+                "as tensors",
             )
         return kept
 
     def _made(
-        self, record: ScheduleRecord, captured: Captured, within: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, record: ScheduleRecord, captured: Captured, within: int | None, args: tuple[Any, ...],
+        kwargs: dict[str, Any]
     ) -> CompiledStep:  # fmt: skip
-        """Compile a schedule's decisions for a captured program; ``within``: as `CompiledStep`'s ``fuse_within_bytes``."""
+        """Compile a schedule's decisions for a captured program; ``within``: as `CompiledStep`'s
+        ``fuse_within_bytes``.
+        """
         step = CompiledStep(captured, record.schedule, within)
         if within is None and not captured.gradients_in_rows:
             step.for_row_major = self._for_row_major(record, step, args, kwargs)
@@ -394,7 +406,10 @@ class ScheduleWrapper(StandIn):
     def _planned(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None, change: Change | None
     ) -> tuple[ScheduleRecord, Captured]:
-        """The schedule for these arguments and its captured program. ``change``: the difference from an earlier capture."""
+        """The schedule for these arguments and its captured program.
+
+        ``change``: the difference from an earlier capture.
+        """
         record = self.record
         if reason := mismatch(record, self._model, args, kwargs):
             raise ScheduleFileError(reason)

@@ -69,7 +69,9 @@ def _present(courses: Sequence[Course]) -> list[str]:
 
 
 def _memory_rows(plain: Course, ours: Course, kinds: Sequence[str], tick: float, size: float) -> list[dict[str, Any]]:
-    """A row for every run of both steps, with times in units of ``tick`` seconds and memory in units of ``size`` bytes."""
+    """A row for every run of both steps, with times in units of ``tick`` seconds and memory in units of
+    ``size`` bytes.
+    """
     rows: list[dict[str, Any]] = []
     for name, course in ((PLAIN, plain), (OURS, ours)):
         for run in course.runs:
@@ -146,7 +148,8 @@ def memory_chart(plain: Course, ours: Course, budget_bytes: int) -> Spec:
                 "row": {"field": "step", "type": "nominal", "sort": [PLAIN, OURS], "title": None,
                         "header": {"labelOrient": "top", "labelAnchor": "start", "labelFontWeight": "bold"}}
             },
-            "spec": {"width": _WIDTH, "height": 220, "layer": [area, *_budget_line(budget_bytes / size), _pointed(x, tips)]},
+            "spec": {"width": _WIDTH, "height": 220, "layer": [area, *_budget_line(budget_bytes / size), _pointed(x,
+            tips)]},
         }
     )  # fmt: skip
 
@@ -208,10 +211,12 @@ def layers_chart(plain: Course, ours: Course) -> Spec:
                            "header": {"labelFontWeight": "bold", "labelAnchor": "start"}},
                 "y": {"field": "layer", "type": "nominal", "title": None, "axis": {"labelLimit": 200},
                       "sort": [g for g in dict.fromkeys(order.values()) if g in there]},
-                "x": {"field": "amount", "type": "quantitative", "title": f"memory at the peak, {unit}", "stack": "zero"},
+                "x": {"field": "amount", "type": "quantitative", "title": f"memory at the peak, {unit}",
+                "stack": "zero"},
                 "color": _colours(kinds),
                 "order": {"field": "place", "type": "quantitative"},
-                "tooltip": [{"field": "layer"}, {"field": "kind"}, {"field": "amount", "title": f"memory, {unit}", "format": ".3~g"}],
+                "tooltip": [{"field": "layer"}, {"field": "kind"}, {"field": "amount", "title": f"memory, {unit}",
+                "format": ".3~g"}],
             },
         }
     )  # fmt: skip
@@ -249,7 +254,8 @@ def recomputed_chart(plain: Course, ours: Course) -> Spec:
                       "sort": [g for g in dict.fromkeys(order.values()) if g in there]},
                 "x": {"field": "seconds", "type": "quantitative", "title": f"time of what runs again, {clock}"},
                 "color": {"field": "operator", "type": "nominal", "scale": {"scheme": "tableau10"},
-                          "legend": {"title": None, "orient": "top", "columns": 4, "symbolType": "square", "labelLimit": 300}},
+                          "legend": {"title": None, "orient": "top", "columns": 4, "symbolType": "square",
+                          "labelLimit": 300}},
                 "tooltip": [{"field": "layer"}, {"field": "operator"}, {"field": "runs"},
                             {"field": "seconds", "title": f"time, {clock}"}],
             },

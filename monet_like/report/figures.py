@@ -78,7 +78,10 @@ class Course:
     at_peak: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        return f"Course({len(self.runs)} runs, peak {format_bytes(self.peak.total_bytes)}, step {format_seconds(self.seconds)})"
+        return (
+            f"Course({len(self.runs)} runs, peak {format_bytes(self.peak.total_bytes)}, step "
+            f"{format_seconds(self.seconds)})"
+        )
 
     def to_frame(self) -> pandas.DataFrame:
         """The memory timeline: one row per run, in order; ``bytes`` is all that the step holds, then by kind (`KINDS`).
@@ -114,10 +117,11 @@ class Course:
 
 
 def layers_of(captured: Captured, program: Program) -> list[str]:
-    """The module to which each value of ``program`` belongs, or the function that the model itself calls: ``flatten()``.
+    """The module to which each value of ``program`` belongs, or the function that the model itself calls:
+    ``flatten()``.
 
-    The module is the owner of a parameter or of the parameter whose gradient it is, else the one in whose call the value,
-    or what its maker reads, was made. A parameter of the model itself has its own name.
+    The module is the owner of a parameter or of the parameter whose gradient it is, else the one in whose call the
+    value, or what its maker reads, was made. A parameter of the model itself has its own name.
     """
     known = {value: layer for value, layer in captured.layers.items() if layer}
     outermost = captured.layers.keys() - known.keys()
@@ -154,8 +158,8 @@ def course(
 
     Args:
         program: of ``captured``: with its variants, or as it was before them.
-        extra_bytes: resident memory beyond the program's; of it ``cublas_bytes`` are cuBLAS's workspaces, the rest is the
-            optimizer's state.
+        extra_bytes: resident memory beyond the program's; of it ``cublas_bytes`` are cuBLAS's workspaces, the rest is
+            the optimizer's state.
     """
     layers = layers_of(captured, program)
     values, places = program.values, _places(program, schedule)

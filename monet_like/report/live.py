@@ -28,7 +28,8 @@ class Live:
     """Measurements of a real step.
 
     Attributes:
-        bytes: the most memory during every run, in the schedule's order; the optimizer's state and cuBLAS's workspaces included.
+        bytes: the most memory during every run, in the schedule's order; the optimizer's state and cuBLAS's workspaces
+            included.
         loss_bytes: the most while the loss was computed, between forward and backward.
         device: where, in words.
         seconds: of a step without measuring memory, the median of a few.
@@ -45,12 +46,14 @@ class Live:
 def live_step(
     model: nn.Module, captured: Captured, schedule: Schedule, example: Example, extra_bytes: int, device: str
 ) -> Live:
-    """Run one training step of ``schedule`` and measure its memory, then some more for their time; see `verify.train_step`.
+    """Run one training step of ``schedule`` and measure its memory, then some more for their time; see
+    `verify.train_step`.
 
     Args:
         model: the captured model; its gradients and buffers are afterwards what they were before.
         example: real inputs on the model's device.
-        extra_bytes: counted on top: optimizer state, which no step allocates, and cuBLAS's workspaces, which outlive it.
+        extra_bytes: counted on top: optimizer state, which no step allocates, and cuBLAS's workspaces, which outlive
+            it.
     """
     with _left_alone(model):
         return _measured(model, captured, schedule, example, extra_bytes, device)

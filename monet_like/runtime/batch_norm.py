@@ -1,8 +1,8 @@
 """Batch norm by cuDNN or by ATen: which of the two PyTorch chooses, and the operators with their arguments.
 
 ``torch.batch_norm`` asks the device. A GPU computes most by cuDNN, which also writes a reserve that the gradient reads;
-bfloat16, parameters in float16 and tensors [N, C] it computes by ATen's own kernels, as a CPU does. A trace has ATen's own
-operators always.
+bfloat16, parameters in float16 and tensors [N, C] it computes by ATen's own kernels, as a CPU does. A trace has ATen's
+own operators always.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ NATIVE_BACKWARD = "aten.native_batch_norm_backward.default"
 CUDNN = "aten.cudnn_batch_norm.default"
 CUDNN_BACKWARD = "aten.cudnn_batch_norm_backward.default"
 
-#: The most samples that PyTorch gives to cuDNN in training and without, and the first number of elements that it does not.
+#: The most samples that PyTorch gives to cuDNN in training and without, and the first number of elements that it does
+#: not.
 _SAMPLES, _SAMPLES_OF_INFERENCE, _ELEMENTS = 880_801, 65_535, 2**31 - 1
 
 
@@ -41,7 +42,9 @@ def by_cudnn(
     training: bool,
     eps: float,
 ) -> bool:
-    """Whether PyTorch computes this batch norm by cuDNN on ``device``, which need not be here, nor the tensors be there."""
+    """Whether PyTorch computes this batch norm by cuDNN on ``device``, which need not be here, nor the tensors be
+    there.
+    """
     if device.type != "cuda" or torch.version.hip or weight is None or bias is None or (mean is None) != (var is None):
         return False
     if mean is None and not training:

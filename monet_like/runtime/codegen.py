@@ -61,8 +61,8 @@ def compile_chain(
 ) -> Callable[[list[Any]], Iterator[list[Any]]]:
     """Blocks, each of which takes what the one before it carries, as one generator function.
 
-    ``function(list)`` runs a block whenever it is asked for the next list: that of the block's results, which the caller
-    is to empty. Between two blocks the generator holds what the first carries and nothing else.
+    ``function(list)`` runs a block whenever it is asked for the next list: that of the block's results, which the
+    caller is to empty. Between two blocks the generator holds what the first carries and nothing else.
     """
     writer = _Writer(functions or {}, before)
     writer.unpack(blocks[0].takes if blocks else ())
@@ -154,7 +154,8 @@ class _Writer:
         self.delete([f"v{v}" for v in block.takes if v not in alive])
         for task, dead in zip(block.tasks, dying, strict=True):
             last = {name: place for place, call in enumerate(task.calls) for name in _mentioned(call)}
-            # Values that the task reads exist until it ends, as planned; but for one that it takes over and may release.
+            # Values that the task reads exist until it ends, as planned; but for one that it takes over and may
+            # release.
             early = {f"v{v}" for v in dead if v == task.overwrites}
             if self.before is not None:
                 self.line(f"{self.constant('before', self.before, key='')}()")

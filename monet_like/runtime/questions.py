@@ -1,7 +1,7 @@
 """Questions of a step about the values of its tensors, which its forward asks again in every call.
 
-A program holds for one series of answers, to which sizes that depend on values belong. Where a step has another answer than its
-capture had, `Asking` ends the forward.
+A program holds for one series of answers, to which sizes that depend on values belong. Where a step has another answer
+than its capture had, `Asking` ends the forward.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The names that each solver uses: its package, its statuses and, through cvxpy, its time limit, gap, threads and bound."""
+"""The names that each solver uses: its package, its statuses and, through cvxpy, its time limit, gap, threads and
+bound.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ from typing import Any, Literal
 
 Meaning = Literal["optimal", "infeasible", "limit"]
 
-#: Statuses of cvxpy and (k...) of HiGHS -> their meaning. With a checked incumbent, "limit" and "optimal" differ only in
-#: what is proven. Without one, "optimal" is an error, and "limit" means that there is no incumbent. cvxpy reports
+#: Statuses of cvxpy and (k...) of HiGHS -> their meaning. With a checked incumbent, "limit" and "optimal" differ only
+#: in what is proven. Without one, "optimal" is an error, and "limit" means that there is no incumbent. cvxpy reports
 #: ``user_limit`` and the inaccurate statuses with and without an incumbent alike.
 MEANING: Mapping[str, Meaning] = {
     "optimal": "optimal",

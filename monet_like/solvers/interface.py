@@ -1,7 +1,7 @@
 """Solves a `MatrixProgram` with a named solver within a limit of wall seconds, and checks what the solver returns.
 
-The solver runs in a child process (processes.py), which is stopped at the deadline, on Ctrl-C and on any error. Whatever
-status it reports, its values count only after rounding and a check of every row.
+The solver runs in a child process (processes.py), which is stopped at the deadline, on Ctrl-C and on any error.
+Whatever status it reports, its values count only after rounding and a check of every row.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Watch = Callable[[float, float], None]
 #: Largest violation of a row, after rounding, that counts as floating-point error. In the rows' own units: 1 for logic
 #: rows, 1/8192 of the budget for memory rows. The simulator then counts in whole bytes.
 TOLERANCE = 1e-4
-#: Seconds by which CBC exceeds its own time limit for each coefficient of the program, above one or two that it exceeds it by
-#: on a busy machine (measured: 2.3 s on DenseNet-121's 700,000).
+#: Seconds by which CBC exceeds its own time limit for each coefficient of the program, above one or two that it exceeds
+#: it by on a busy machine (measured: 2.3 s on DenseNet-121's 700,000).
 CUTS_SECONDS = 6e-6
 #: Seconds between two questions whether to stop.
 POLL_SECONDS = 0.2

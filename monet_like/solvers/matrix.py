@@ -1,7 +1,7 @@
 """A 0/1 program as one sparse matrix (`MatrixProgram`), and the `Builder` that collects its columns and rows.
 
-Rows are written with expressions (`Expr`): a constant plus columns with coefficients. A decision that is certain (a task
-that must run, a slot with one way) is then the constant 1 instead of a column, without special cases.
+Rows are written with expressions (`Expr`): a constant plus columns with coefficients. A decision that is certain (a
+task that must run, a slot with one way) is then the constant 1 instead of a column, without special cases.
 """
 
 from __future__ import annotations

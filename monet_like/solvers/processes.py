@@ -1,8 +1,8 @@
 """The processes that run worker.py: started, lent for solves, kept for the next solve, ended.
 
-A plan takes several solves, and starting Python with HiGHS takes longer than most of them. So a worker that has answered
-waits `KEPT_SECONDS` for the next solve. One that is stopped at a deadline, on Ctrl-C or on an error is killed and never
-lent again. A worker ends with this process, however that ends.
+A plan takes several solves, and starting Python with HiGHS takes longer than most of them. So a worker that has
+answered waits `KEPT_SECONDS` for the next solve. One that is stopped at a deadline, on Ctrl-C or on an error is killed
+and never lent again. A worker ends with this process, however that ends.
 """
 
 from __future__ import annotations
@@ -192,7 +192,10 @@ def _stop_all() -> None:
 
 
 def _renew_lock() -> None:
-    """In a forked process, where the thread that held the lock is missing. Workers count as ended there: they are its parent's."""
+    """In a forked process, where the thread that held the lock is missing.
+
+    Workers count as ended there: they are its parent's.
+    """
     global _lock
     _lock = threading.Lock()
 

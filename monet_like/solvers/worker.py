@@ -147,8 +147,8 @@ def run_cbc(job: dict[str, Any]) -> dict[str, Any]:
 def _terminal() -> Iterator[None]:
     """Give processes that are started a terminal as standard output, and copy what they write to this process's.
 
-    CBC writes line by line only to a terminal. To a pipe it writes when several kilobytes are full, so its log would come
-    late and, after a crash, never.
+    CBC writes line by line only to a terminal. To a pipe it writes when several kilobytes are full, so its log would
+    come late and, after a crash, never.
     """
     leader, follower = os.openpty()
     output = os.dup(1)

@@ -2,8 +2,8 @@
 
 Run again, it is computed from the saved mean and inverse standard deviation, alone or with what follows; PyTorch's own
 recompute passes over the input once more for statistics that are a few bytes and still there. Our kernels can round as
-ATen's do, so where a GPU computes by cuDNN all of this is for ``conv``; nor do they leave what cuDNN's gradient reads beside
-the statistics, and ATen's gradient can take its place.
+ATen's do, so where a GPU computes by cuDNN all of this is for ``conv``; nor do they leave what cuDNN's gradient reads
+beside the statistics, and ATen's gradient can take its place.
 
 With ``conv`` the gradients of an activation and of the batch norm before it are one slot: by PyTorch's two operators,
 or in one that reads the batch norm's input alone and makes the activation's input from it. The latter sums in another
@@ -124,14 +124,17 @@ def _offer_synchronised(editor: Editor, added: set[str]) -> None:
         result = chain.tasks[-1].writes[0]
         operands = (*call.args[:-1], chain.residual, *chain.activation)
         apply = Call("monet_like.batch_norm_apply.default", operands, (), (Ref(result),))
-        # On a CPU these are the kernels of the normalisation alone; on CUDA that is ATen's, which may round differently.
+        # On a CPU these are the kernels of the normalisation alone; on CUDA that is ATen's, which may round
+        # differently.
         word = chain.word or ("conv" if editor.device.type == "cuda" else "")
         place = {} if chain.residual is None else {"before": chain.tasks[0]}
         editor.add(task, (apply,), (result,), f"{chain.name}.apply", word=word, **place)
 
 
 def _following_alone(editor: Editor, value: int, added: set[str]) -> Chain:
-    """The operators after a batch norm; if both operands of an addition are batch norms, only one of them gets the addition."""
+    """The operators after a batch norm; if both operands of an addition are batch norms, only one of them gets the
+    addition.
+    """
     chain = following(editor, value)
     if chain.residual is None:
         return chain

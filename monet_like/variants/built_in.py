@@ -30,8 +30,8 @@ from . import (
 from .editor import Offer
 
 #: The package's own variants by name. The functions are called in this order: gradients are split before other ways
-#: read them, in-place ways are made from the other ways, and slots are merged with all their ways. Liger's kernels stand beside
-#: ours that are there already.
+#: read them, in-place ways are made from the other ways, and slots are merged with all their ways. Liger's kernels
+#: stand beside ours that are there already.
 BUILT_IN: Mapping[str, Offer] = {
     "copy_slices": copy_slices.offer,
     "concatenation": concatenation.offer,

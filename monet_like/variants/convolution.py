@@ -212,9 +212,9 @@ def _by_each_algorithm(
 def offered(algorithm: str, window: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> bool:
     """Whether an algorithm is tried: cuDNN's manual allows it, and it rounds as the others do.
 
-    Measuring tells what cuDNN refuses besides. FFT and Winograd take neither strides nor dilations. Winograd takes windows
-    of 3 x 3; not fused it takes 5 x 5, too, but there float32 is off by more than a thousandth of the largest element
-    (cuDNN 9.19, H200).
+    Measuring tells what cuDNN refuses besides. FFT and Winograd take neither strides nor dilations. Winograd takes
+    windows of 3 x 3; not fused it takes 5 x 5, too, but there float32 is off by more than a thousandth of the largest
+    element (cuDNN 9.19, H200).
     """
     if not algorithm.startswith(("fft", "winograd")):
         return True

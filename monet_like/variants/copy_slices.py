@@ -1,8 +1,8 @@
 """Gradients through an activation that changes a view in place, without autograd's copies.
 
-For an in-place operator on a view, autograd's ``CopySlices`` allocates a gradient of the base tensor, copies the incoming
-gradient into it, clones the view's part, computes the operator's gradient and copies that back. Where the view is the whole
-base, as after an instance norm, the operator's gradient alone gives the same bits.
+For an in-place operator on a view, autograd's ``CopySlices`` allocates a gradient of the base tensor, copies the
+incoming gradient into it, clones the view's part, computes the operator's gradient and copies that back. Where the view
+is the whole base, as after an instance norm, the operator's gradient alone gives the same bits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ def offer(editor: Editor) -> None:
 
 
 def _direct(editor: Editor, slot: int, steps: list[Task]) -> list[Call] | None:
-    """The calls that compute the last step's result from the gradient that the first one reads; None: another pattern."""
+    """The calls that compute the last step's result from the gradient that the first one reads; None:
+    another pattern.
+    """
     if any(op and task.calls[-1].op != op for op, task in zip(_STEPS, steps, strict=True)):
         return None
     if any(len(task.writes) != 1 for task in steps):

@@ -1,9 +1,9 @@
 """Gradients of concatenations that meet, added up by the batch norms that make them.
 
-In a dense block every layer reads all results before it, joined, through a batch norm. PyTorch cuts the gradient of what
-was joined into parts and adds each to what has come from later layers: for n bytes it writes n, then reads 2 n and writes
-n again. Here what has come in stays in one piece, and each batch norm's gradient is added to its channels of it: n are read
-and n written, by one slot where there was one for each part.
+In a dense block every layer reads all results before it, joined, through a batch norm. PyTorch cuts the gradient of
+what was joined into parts and adds each to what has come from later layers: for n bytes it writes n, then reads 2 n and
+writes n again. Here what has come in stays in one piece, and each batch norm's gradient is added to its channels of it:
+n are read and n written, by one slot where there was one for each part.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def _gather(editor: Editor, slot: int, call: Call) -> None:
 
 
 def _met(editor: Editor, task: Task, own: int) -> tuple[Range, int, Range] | None:
-    """The channels of ``own`` that a task adds to which channels of what other gradient; None if it does anything else."""
+    """The channels of ``own`` that a task adds to which channels of what other gradient; None if it does
+    anything else.
+    """
     *views, add = task.calls
     if add.op not in _ADD or add.kwargs or len(add.args) != 2 or len(task.writes) != 1:
         return None

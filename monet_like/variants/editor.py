@@ -267,7 +267,9 @@ def in_turn(tasks: Sequence[Task], between: Iterable[int], metas: Sequence[Tenso
 
 
 def views_of(ways: Iterable[Task], *wanted: Ref | None) -> list[Call]:
-    """The view calls of tasks by which these arguments are made from values, views of views included, each once, in their order."""
+    """The view calls of tasks by which these arguments are made from values, views of views included, each once, in
+    their order.
+    """
     made = {out: call for way in ways for call in way.calls[:-1] for out in call.outs}
     needed: list[Call] = []
     for ref in wanted:

@@ -62,8 +62,9 @@ MetaOf = Callable[[Any], TensorMeta | None]
 def overwriting(call: Call, form: tuple[str, str], meta_of: MetaOf) -> Iterator[tuple[Any, Call]]:
     """The arguments that a call can overwrite, if they are laid out as its result, each with the call that does so.
 
-    The results are equal to the bit, whatever the dtypes of the arguments: so none is complex. Products of complex numbers that
-    do not fill a vector are rounded in another way where the compiler could not rule out that operands and result overlap.
+    The results are equal to the bit, whatever the dtypes of the arguments: so none is complex. Products of complex
+    numbers that do not fill a vector are rounded in another way where the compiler could not rule out that operands and
+    result overlap.
 
     Args:
         form: of the call's operator in `FORWARD` or `BACKWARD`.
@@ -85,7 +86,9 @@ def overwriting(call: Call, form: tuple[str, str], meta_of: MetaOf) -> Iterator[
 
 
 def _may_swap(own: torch.dtype, other: TensorMeta | None) -> bool:
-    """Whether two operands may change places: in 16 bits, a wider number is rounded first only where it is the first operand."""
+    """Whether two operands may change places: in 16 bits, a wider number is rounded first only where it is the first
+    operand.
+    """
     return own not in _ROUNDED or (other is not None and other.dtype == own)
 
 
@@ -107,7 +110,9 @@ def offer(editor: Editor) -> None:
 
 
 def _is_free(editor: Editor, task: Task, call: Call, taken: Ref) -> bool:
-    """Whether a forward task may overwrite an argument: a value of the result's layout that no other forward task reads."""
+    """Whether a forward task may overwrite an argument: a value of the result's layout that no other forward task
+    reads.
+    """
     out = call.outs[0]
     assert out is not None and isinstance(out.name, int)
     return (

@@ -132,7 +132,9 @@ def _following(editor: Editor, out: int) -> Chain | None:
 
 
 def offer_backward(editor: Editor) -> None:
-    """One slot for the gradients of an activation and of the instance norm before it, if nothing reads what is between."""
+    """One slot for the gradients of an activation and of the instance norm before it, if nothing reads what
+    is between.
+    """
     if "conv" not in editor.words:
         return
     made_by = {norm.mean: norm for norm in _norms(editor)}

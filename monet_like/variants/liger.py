@@ -1,12 +1,14 @@
 """Liger's Triton kernels for RMS norm and SwiGLU, beside each of our own operators that they can stand in for.
 
-Nothing is recognised here: every task and way that calls `rms_norm`, `swiglu` or one of their gradients is offered once more,
-with Liger's kernel in the place of ours. So both exist where both run, and the profiler says which is faster.
+Nothing is recognised here: every task and way that calls `rms_norm`, `swiglu` or one of their gradients is offered once
+more, with Liger's kernel in the place of ours. So both exist where both run, and the profiler says which is faster.
 
-* RMS norm: the forward, the forward again (from the input alone: Liger has no kernel that starts from the statistic), and the
-  gradient, where a residual's is added in the same pass. ``inplace`` admits writing the gradient over the incoming one.
-* SwiGLU: the forward, the gradient of up, and both gradients in an MLP that `tiled_mlp` takes. Liger's kernel writes them over
-  gate and up. Where these are a tile's own tensors that nothing reads again, that is what happens; elsewhere it gets copies.
+* RMS norm: the forward, the forward again (from the input alone: Liger has no kernel that starts from the statistic),
+  and the gradient, where a residual's is added in the same pass. ``inplace`` admits writing the gradient over the
+  incoming one.
+* SwiGLU: the forward, the gradient of up, and both gradients in an MLP that `tiled_mlp` takes. Liger's kernel writes
+  them over gate and up. Where these are a tile's own tensors that nothing reads again, that is what happens; elsewhere
+  it gets copies.
 
 Liger computes in float32, so float64 is left to ours. Results agree with PyTorch's to rounding: ``conv`` admits it.
 """
@@ -131,7 +133,9 @@ def _is_narrow(weight: Ref | None, meta: Callable[[Ref], TensorMeta]) -> bool:
 
 
 def _are_spare(task: Task, place: int, meta: Callable[[Ref], TensorMeta]) -> bool:
-    """Whether gate and up are contiguous tensors of the task's own, of which there are no views and no later readers."""
+    """Whether gate and up are contiguous tensors of the task's own, of which there are no views and no
+    later readers.
+    """
     _, *operands = task.calls[place].args
     makers = {out: call for call in task.calls for out in call.outs}
     for operand in operands:
@@ -150,7 +154,9 @@ def _is_new(call: Call) -> bool:
 
 
 def _replaceable(editor: Editor, slot: int, way: Task, calls: Sequence[Call]) -> int | None:
-    """The incoming gradient that a norm's gradient may overwrite; None if something reads it later, or it lies otherwise."""
+    """The incoming gradient that a norm's gradient may overwrite; None if something reads it later, or it lies
+    otherwise.
+    """
     of_norm = [call for call in calls if call.op == _of(_OF_NORM)]
     others = [call for call in calls if call.op != _of(_OF_NORM)]
     if len(of_norm) != 1 or way.overwrites is not None or any(call.op != "aten.view.default" for call in others):

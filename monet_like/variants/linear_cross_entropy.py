@@ -86,7 +86,9 @@ def offer(editor: Editor) -> None:
 
 
 def _find(operators: Operators, nll: Task) -> tuple[_Head, Task] | None:
-    """The head whose loss is ``nll`` and one way for its gradients, if nothing else reads the values between its operators."""
+    """The head whose loss is ``nll`` and one way for its gradients, if nothing else reads the values between its
+    operators.
+    """
     loss = operators.operator(nll)
     if loss is None or loss.op != "nll_loss_forward" or None in loss.outs or loss.args[3] not in (1, 2):
         return None

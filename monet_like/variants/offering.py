@@ -1,4 +1,7 @@
-"""Offers variants to a program. One that fails there is left out with a warning, since a program is complete without it."""
+"""Offers variants to a program.
+
+One that fails there is left out with a warning, since a program is complete without it.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +45,8 @@ def _one_by_one(editor: Editor, offers: Mapping[str, Offer]) -> Captured:
         except Exception as error:
             what = str(error) if isinstance(error, MonetError) else f"{type(error).__name__}: {error}"
             warn_caller(
-                f"{LEFT_OUT} {name} is left out of this program, where it fails ({what}). The step is exact without it, "
-                "but may take more time or memory. Please report this with the model"
+                f"{LEFT_OUT} {name} is left out of this program, where it fails ({what}). The step is exact without "
+                "it, but may take more time or memory. Please report this with the model"
             )
         else:
             editor = found

@@ -1,7 +1,7 @@
 """Patterns: a function and its gradients as PyTorch's operators, and the places in a program that compute just these.
 
-A pattern is recorded from a plain Python function, by autograd with its gradients, on tensors without memory that have the
-program's shapes and dtypes. So it has the literals and casts that the program must have.
+A pattern is recorded from a plain Python function, by autograd with its gradients, on tensors without memory that have
+the program's shapes and dtypes. So it has the literals and casts that the program must have.
 
     def norm(x, weight, *, eps):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
@@ -9,8 +9,8 @@ program's shapes and dtypes. So it has the literals and casts that the program m
     pattern = record(norm, (("x", shape, dtype), ("weight", shape[-1:], dtype)), "rsqrt", of=("x", "weight"), eps=ANY)
     found = Operators(editor).match(pattern, task)
 
-Operators agree in name, literals, and the values, views, shapes and dtypes of their operands. Factors and terms may stand
-in either order, and an input may be any view of a value.
+Operators agree in name, literals, and the values, views, shapes and dtypes of their operands. Factors and terms may
+stand in either order, and an input may be any view of a value.
 """
 
 from __future__ import annotations
@@ -122,7 +122,9 @@ class _Recorder(TorchDispatchMode):
             self.note(tensor, name)
 
     def note(self, tensor: torch.Tensor, value: Any) -> Any:
-        """Let a tensor be a value: the tensor itself, and its storage, since autograd unpacks saved results as new tensors."""
+        """Let a tensor be a value: the tensor itself, and its storage, since autograd unpacks saved results as new
+        tensors.
+        """
         self._values[id(tensor)] = value, tensor
         self._values.setdefault(tensor.untyped_storage()._cdata, (value, tensor))
         return value
@@ -273,7 +275,9 @@ class Operators:
         return Operator(_name(call.op), args, outs, task, slot)
 
     def before(self, task: Task, *ops: str) -> list[Operator]:
-        """The operators that make the first operand of a task, the first operand of that one, and so on; none if others do."""
+        """The operators that make the first operand of a task, the first operand of that one, and so on; none if others
+        do.
+        """
         chain = [self.operator(task)]
         for op in ops:
             seen = chain[-1].args[0] if chain[-1] is not None and chain[-1].args else None
@@ -352,7 +356,9 @@ class Operators:
 
 
 def _agree(wanted: Operator, args: Sequence[Any], outs: Sequence[Any], values: dict[Any, Any], refs: Any) -> bool:
-    """Whether arguments and results of the program's are a pattern's, as far as is known; then their values are noted."""
+    """Whether arguments and results of the program's are a pattern's, as far as is known; then their
+    values are noted.
+    """
     if len(args) != len(wanted.args):
         return False
     pairs = [(one, other) for one, other in zip(wanted.outs, outs, strict=False) if other is not None]

@@ -49,13 +49,13 @@ class Plugin:
                 continue
             if task.variant.partition(".")[0] != self.name and not self.any_name:
                 raise UsageError(
-                    f"variant {self.name} adds {task.name} as {task.variant!r}; what it adds must be called {self.name} or "
-                    f"begin with it, such as {self.name}.packed"
+                    f"variant {self.name} adds {task.name} as {task.variant!r}; what it adds must be called "
+                    f"{self.name} or begin with it, such as {self.name}.packed"
                 )
             if task.word not in known and not task.word.startswith(DROPIT):
                 raise UsageError(
-                    f"variant {self.name} adds {task.variant} with mode word {task.word!r}, which no mode has; give one of "
-                    f"{', '.join(map(repr, known))}, or register it with word={task.word!r}"
+                    f"variant {self.name} adds {task.variant} with mode word {task.word!r}, which no mode has; give "
+                    f"one of {', '.join(map(repr, known))}, or register it with word={task.word!r}"
                 )
 
 
@@ -65,7 +65,8 @@ _plugins: dict[str, Plugin] = {}
 def register_variant(
     offer: Function, *, name: str = "", before: str = "in_place", word: str = "", lossy: bool = False
 ) -> Function:
-    """A function ``offer(editor)`` adds operator variants to every program that is captured from here on; also a decorator.
+    """A function ``offer(editor)`` adds operator variants to every program that is captured from here on; also a
+    decorator.
 
     Programs in which it finds nothing stay as they are, and so do their schedules. A schedule of a program to which it
     adds something can only be replayed where it is registered, too.
@@ -76,8 +77,9 @@ def register_variant(
             ``softshrink.packed``, begin with it.
         before: the name of the variant before which it is offered (`names`), or ``end``. By default it comes before the
             in-place forms, which look for what they can replace among all ways.
-        word: a new mode word that admits it, such as ``softshrink`` in the mode ``inplace_softshrink``. Without one, what
-            it adds names words that exist (``multiway``, ``newnode``, ``inplace``, ``conv``, ``algorithms``, or "").
+        word: a new mode word that admits it, such as ``softshrink`` in the mode ``inplace_softshrink``. Without one,
+            what it adds names words that exist (``multiway``, ``newnode``, ``inplace``, ``conv``, ``algorithms``, or
+            "").
         lossy: the new word admits gradients that differ by more than rounding.
 
     Raises:

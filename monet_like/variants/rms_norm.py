@@ -41,8 +41,8 @@ def norm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """RMS norm over the last ``dims`` dimensions, of ``dtype``.
 
-    ``rounded``: to the dtype of ``x`` before the product with the weight; ``reader``: there is an earlier or later reader
-    of ``x``, whose gradient is added.
+    ``rounded``: to the dtype of ``x`` before the product with the weight; ``reader``: there is an earlier or later
+    reader of ``x``, whose gradient is added.
     """
     earlier = x.view_as(x) if reader == "earlier" else None
     wide = x.float() if x.dtype in _HALF else x
@@ -111,7 +111,9 @@ def _add(editor: Editor, root: Task, found: Match, *, dims: int, rounded: bool, 
 def _merged(
     operators: Operators, root: Task, inputs: tuple[Input, ...], options: dict[str, Any]
 ) -> list[tuple[int, int, tuple[Task, Task]]]:
-    """First and number of the slots of a norm's gradients, and the ways of one for all, if nothing else reads what is between."""
+    """First and number of the slots of a norm's gradients, and the ways of one for all, if nothing else reads what is
+    between.
+    """
     names, metas = tuple(name for name, *_ in inputs), operators.editor.metas
     for reader, of in product(("later", "earlier", ""), dict.fromkeys((names, ("x",)))):
         pattern = record(norm, inputs, "rsqrt", of=of, eps=ANY, **(options | {"dtype": None, "reader": reader}))

@@ -1,13 +1,13 @@
 """SwiGLU, silu(gate) * up, in one pass, and both of its gradients in one.
 
-PyTorch computes silu(gate), keeps it for the gradient of up, and multiplies; the gradients are a product for up, another one,
-and silu's. Fused, silu(gate) and the gradient that passes through it are never in memory: 3 tensors are read or written instead of
-5 in the forward, and 5 instead of 9 in the backward. Liger's kernel does the same (Hsu et al., Liger Kernel, 2024).
-Results are PyTorch's, bit for bit.
+PyTorch computes silu(gate), keeps it for the gradient of up, and multiplies; the gradients are a product for up,
+another one, and silu's. Fused, silu(gate) and the gradient that passes through it are never in memory: 3 tensors are
+read or written instead of 5 in the forward, and 5 instead of 9 in the backward. Liger's kernel does the same (Hsu et
+al., Liger Kernel, 2024). Results are PyTorch's, bit for bit.
 
-Both gradients in one pass are a part of `tiled_mlp`, whose gradients are one slot anyway. Elsewhere the three slots stay apart: all
-that is made of up's gradient runs before the gate's is made, and to have both at once would take one more tensor of the full width.
-There up's gradient, silu(gate) * grad, takes the forward's operator.
+Both gradients in one pass are a part of `tiled_mlp`, whose gradients are one slot anyway. Elsewhere the three slots
+stay apart: all that is made of up's gradient runs before the gate's is made, and to have both at once would take one
+more tensor of the full width. There up's gradient, silu(gate) * grad, takes the forward's operator.
 """
 
 from __future__ import annotations

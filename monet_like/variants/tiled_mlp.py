@@ -1,9 +1,10 @@
 """A decoder's MLP for some of the rows at a time, so that its wide activations never exist at once.
 
-Between the first products and the last one an MLP has several tensors of its full width, and a gradient of each. In tiles
-along the rows only those of one tile exist: the forward keeps none of them, and the backward computes each tile's again,
-either from the MLP's input or from the results of its first products. (Sequence tiling: Luo et al., Mini-Sequence
-Transformer, NeurIPS 2024; Bekman et al., Arctic Long Sequence Training, 2025. There the number of tiles is fixed.)
+Between the first products and the last one an MLP has several tensors of its full width, and a gradient of each. In
+tiles along the rows only those of one tile exist: the forward keeps none of them, and the backward computes each tile's
+again, either from the MLP's input or from the results of its first products. (Sequence tiling: Luo et al.,
+Mini-Sequence Transformer, NeurIPS 2024; Bekman et al., Arctic Long Sequence Training, 2025. There the number of tiles
+is fixed.)
 
 A gate, silu(a) * b, and its gradients are one operator each in every tile (see `swiglu`).
 
@@ -28,8 +29,8 @@ from .patterns import Operators
 
 #: Into how many tiles the rows are cut; each is a variant of its own.
 TILES = (1, 4, 16)
-#: Least size of the tensors between the layers, in units of the input's. It is the same for every batch, so that smaller
-#: inputs have the same program.
+#: Least size of the tensors between the layers, in units of the input's. It is the same for every batch, so that
+#: smaller inputs have the same program.
 WIDENING = 4
 _VIEW, _TURN = "aten.view.default", "aten.t.default"
 _PRODUCTS = frozenset({"aten.mm.default", "aten.addmm.default"})
@@ -172,7 +173,9 @@ def _row_inputs(editor: Editor, task: Task) -> list[int]:
 
 
 def _is_rowwise(editor: Editor, task: Task) -> bool:
-    """Whether a task computes every row of its result from the same row of its inputs, by operators that are known here."""
+    """Whether a task computes every row of its result from the same row of its inputs, by operators that are known
+    here.
+    """
     *views, call = task.calls
     if len(task.writes) != 1 or any(view.op not in (_VIEW, _TURN) for view in views):
         return False

@@ -1,7 +1,7 @@
 """Files of the zoo: one readable JSON file holds all schedules of a model at one batch.
 
-A line for every schedule, with the fields of a schedule file. Fields that all of them share stand once, above. Nothing in such
-a file can run: it is read as JSON, and every schedule then as a schedule file is (`ScheduleRecord.of_content`).
+A line for every schedule, with the fields of a schedule file. Fields that all of them share stand once, above. Nothing
+in such a file can run: it is read as JSON, and every schedule then as a schedule file is (`ScheduleRecord.of_content`).
 """
 
 from __future__ import annotations

@@ -167,8 +167,8 @@ class Registry:
         path = folder / FILE_NAME
         if not path.is_file():
             raise UsageError(
-                f"there is no zoo in {folder}: it has no {FILE_NAME}; give its folder as ${FOLDER_VARIABLE}, or make one "
-                "with monet-like zoo build"
+                f"there is no zoo in {folder}: it has no {FILE_NAME}; give its folder as ${FOLDER_VARIABLE}, or make "
+                "one with monet-like zoo build"
             )
         text = read_text(path, "registry")
         try:
@@ -240,7 +240,10 @@ class Registry:
         if refused:
             least = max((r.smallest_bytes or 0) for r in refused)
             hint = f"; {least / 2**30:.2f} GB would do" if least else ""
-            return f"no schedule {name} in the zoo: {'proven not to exist' if refused[0].proven else 'none was found'}{hint}"
+            return (
+                f"no schedule {name} in the zoo: "
+                f"{'proven not to exist' if refused[0].proven else 'none was found'}{hint}"
+            )
         names = sorted({listed.name for listed in self.schedules})
         near = difflib.get_close_matches(name, names, 4, 0.5)
         hint = f"did you mean {', '.join(near)}?" if near else "monet-like zoo list shows what there is"
@@ -295,7 +298,9 @@ class Registry:
         return dataclasses.replace(rest, refused=tuple(rows))
 
     def without(self, rows: Iterable[Listed | Refused]) -> Registry:
-        """The registry without some of its rows, and files without these schedules; files that become empty are removed."""
+        """The registry without some of its rows, and files without these schedules; files that become empty are
+        removed.
+        """
         gone = list(rows)
         changed = dataclasses.replace(
             self,
@@ -395,7 +400,8 @@ def check_not_registered(path: Path) -> None:
     """
     if is_zoo_file(path):
         raise UsageError(
-            f"{path} belongs to the zoo, whose registry names it; give another name with --out, or run in another folder"
+            f"{path} belongs to the zoo, whose registry names it; give another name with --out, or run in another "
+            "folder"
         )
 
 

@@ -1,4 +1,6 @@
-"""Training by schedules of blocks goes on whatever changes between calls, with plain PyTorch's losses and parameters bit by bit."""
+"""Training by schedules of blocks goes on whatever changes between calls, with plain PyTorch's losses and parameters
+bit by bit.
+"""
 
 from __future__ import annotations
 
@@ -168,7 +170,8 @@ def test_the_rule_for_new_inputs(rule: str, planned: int) -> None:
     if rule == "error":
         with pytest.raises(
             UsageError,
-            match=r"block layers.0 serves this call: it was planned for float32\[8, 16, 32\].*called with float32\[8, 17, 32\]",
+            match=r"block layers.0 serves this call: it was planned for float32\[8, 16, 32\].*"
+            r"called with float32\[8, 17, 32\]",
         ):
             mine(tokens(8, 17))
     else:
@@ -344,7 +347,9 @@ class Upper(Decoder):
 @pytest.mark.slow(but=["True"])
 @pytest.mark.parametrize("writes", [False, True])
 def test_what_has_made_the_inputs_keeps_its_graph(writes: bool) -> None:
-    """Planning runs backwards of its own, at the first call and at those of another form, and none of them leaves the model."""
+    """Planning runs backwards of its own, at the first call and at those of another form, and none of them leaves the
+    model.
+    """
     grads = []
     for scheduled in (False, True):
         torch.manual_seed(0)

@@ -1,4 +1,6 @@
-"""Schedules for the blocks of a model under one budget: against plain PyTorch, and against what the allocator counts."""
+"""Schedules for the blocks of a model under one budget: against plain PyTorch, and against what the
+allocator counts.
+"""
 
 from __future__ import annotations
 
@@ -314,7 +316,9 @@ def test_wrong_calls_are_refused() -> None:
 def test_parameters_of_tensor_parallelism_and_zero_3_are_refused(
     mark: str, advice: str, blocks: bool, late: bool
 ) -> None:
-    """Whether the libraries split them before or after the call of `auto_schedule`; they mark them by these attributes."""
+    """Whether the libraries split them before or after the call of `auto_schedule`; they mark them by these
+    attributes.
+    """
     model = Decoder(blocks=2)
     taken: dict[str, Any] = {"blocks": "layers.*", **QUICK} if blocks else {"effort": "quick"}
 

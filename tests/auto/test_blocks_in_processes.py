@@ -1,8 +1,8 @@
 """Blocks with schedules in several processes: sharded by PyTorch's own `fully_shard`, or with equal parameters in all.
 
-Gradients are compared with those of the same model without schedules. Peaks are compared with what the allocator counts and
-with PyTorch's own `FSDPMemTracker`. Gloo's threads let go of buffers a little later than the step does, so that a measured
-peak is the least of several steps.
+Gradients are compared with those of the same model without schedules. Peaks are compared with what the allocator counts
+and with PyTorch's own `FSDPMemTracker`. Gloo's threads let go of buffers a little later than the step does, so that a
+measured peak is the least of several steps.
 """
 
 from __future__ import annotations

@@ -166,7 +166,9 @@ def test_fakes_count_what_real_tensors_take(
 
 @pytest.mark.parametrize("forgetful", [True, False], ids=["nothing is left", "a result is left"])
 def test_steps_that_are_given_are_on_fakes(forgetful: bool) -> None:
-    """Two micro-batches, the second of which adds to the first one's gradients; what a run leaves behind is there in the next one."""
+    """Two micro-batches, the second of which adds to the first one's gradients; what a run leaves behind is there in
+    the next one.
+    """
     found = []
     for fake in (True, False):
         torch.manual_seed(0)

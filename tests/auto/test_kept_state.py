@@ -1,4 +1,6 @@
-"""Rehearsals of blocks change nothing: all state is walked before and after, by a walk that shares no code with the package's."""
+"""Rehearsals of blocks change nothing: all state is walked before and after, by a walk that shares no code with the
+package's.
+"""
 
 from __future__ import annotations
 
@@ -189,7 +191,8 @@ def input_changed(model: Model, x: torch.Tensor) -> None:
 
 
 KINDS = [
-    momentum_by_data, through_data, in_place, parameter_replaced, frozen, attributes, generators, hook_steps, gradients, input_changed,
+    momentum_by_data, through_data, in_place, parameter_replaced, frozen, attributes, generators, hook_steps,
+    gradients, input_changed,
 ]  # fmt: skip
 
 

@@ -59,7 +59,9 @@ def as_plain(model: nn.Module, calls: list[tuple[Any, ...]], **options: Any) -> 
 
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Instead of planning: schedules drawn at random for 64 rows at most, which take a megabyte; the rows that were planned."""
+    """Instead of planning: schedules drawn at random for 64 rows at most, which take a megabyte; the rows that were
+    planned.
+    """
     rows: list[tuple[int, ...]] = []
 
     def planned(
@@ -97,8 +99,8 @@ def test_larger_inputs_are_planned_in_the_first_plans_bytes(plans: list[tuple[in
 
 def test_what_cannot_be_planned_runs_as_plain_pytorch(plans: list[tuple[int, ...]]) -> None:
     said = (
-        r"Sequential runs as plain PyTorch when it is called with float32\[65, 8\], whose predicted peak is 3.0 MB: no plan fits "
-        r"into 1.0 MB"
+        r"Sequential runs as plain PyTorch when it is called with float32\[65, 8\], whose predicted peak is 3.0 MB: "
+        r"no plan fits into 1.0 MB"
     )
     with pytest.warns(UserWarning, match=said) as caught:
         as_plain(mlp(8, 8, 8), [rows(8), rows(65), rows(65), rows(8)], memory_budget="50%")
@@ -109,7 +111,10 @@ def test_what_cannot_be_planned_runs_as_plain_pytorch(plans: list[tuple[int, ...
 
 
 def test_those_who_want_plain_pytorch_for_other_inputs(plans: list[tuple[int, ...]]) -> None:
-    said = r"runs as plain PyTorch when it is called with float32\[16, 8\].*no plan of Sequential serves this call: planned for"
+    said = (
+        r"runs as plain PyTorch when it is called with float32\[16, 8\].*"
+        r"no plan of Sequential serves this call: planned for"
+    )
     with pytest.warns(UserWarning, match=said):
         as_plain(mlp(8, 8, 8), [rows(8), rows(16), rows(16), rows(4)], on_new_input="plain")
     assert plans == [(8, 8)]
@@ -286,8 +291,8 @@ def test_what_cannot_be_measured_is_said_in_words(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("monet_like.profile.profiler.allocated_peak", fail)
     said = (
-        r"^Sequential for float32\[6, 8\] cannot be planned on .*: \w+ ran out of memory when it was measured by itself \(it wanted "
-        r"64 bytes\); give smaller inputs, or a machine with more memory$"
+        r"^Sequential for float32\[6, 8\] cannot be planned on .*: \w+ ran out of memory when it was measured by "
+        r"itself \(it wanted 64 bytes\); give smaller inputs, or a machine with more memory$"
     )
     with pytest.raises(ProfileError, match=said):
         monet_like.auto_schedule(mlp(8, 8, 8), rows(6), mode="normal", effort="quick")

@@ -55,7 +55,8 @@ def test_the_error_names_the_largest_parts() -> None:
     with pytest.raises(CaptureError, match="depends on the values of a tensor") as caught:
         monet_like.auto_schedule(model, x, memory_budget="100%", effort="quick", verbose=False)
     assert str(caught.value).endswith(
-        "; these parts can be captured: auto_schedule(model, blocks=['backbone', 'heads.selects.first', 'heads.selects.after'])"
+        "; these parts can be captured: auto_schedule(model, blocks=['backbone', 'heads.selects.first', "
+        "'heads.selects.after'])"
     )
     assert nn.Module.__call__ is call and torch.equal(torch.get_rng_state(), state)
     torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)

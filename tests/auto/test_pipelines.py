@@ -1,7 +1,7 @@
 """Blocks with schedules in the stages of a pipeline (`torch.distributed.pipelining`), in processes with gloo.
 
-Gradients are compared with those of the same pipeline without schedules, peaks with what the allocator counts. Gloo's threads let
-go of buffers a little later than the step does, so that a measured peak is the least of several steps.
+Gradients are compared with those of the same pipeline without schedules, peaks with what the allocator counts. Gloo's
+threads let go of buffers a little later than the step does, so that a measured peak is the least of several steps.
 """
 
 from __future__ import annotations
@@ -228,7 +228,9 @@ def test_a_step_before_planning_is_refused(tmp_path: Path) -> None:
 
 
 def test_gradients_apart_are_refused() -> None:
-    """As `torch.distributed.pipelining` computes them in zero-bubble schedules; parameters would stay without gradients."""
+    """As `torch.distributed.pipelining` computes them in zero-bubble schedules; parameters would stay without
+    gradients.
+    """
     layer, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
     mine = monet_like.auto_schedule(layer, x, memory_budget="100%", mode=EXACT, effort="quick")
     for module in (nn.Linear(4, 4), mine):

@@ -1,4 +1,7 @@
-"""Equal blocks share one capture; blocks that differ in anything that a capture fixes have their own. Both train exactly."""
+"""Equal blocks share one capture; blocks that differ in anything that a capture fixes have their own.
+
+Both train exactly.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,9 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def planned(plain: nn.Module, x: torch.Tensor, changes: Sequence[Callable[[Any], Any]] = ()) -> Any:
-    """A copy of the model with schedules; one change is made to the second block of both, one to the third, and so on."""
+    """A copy of the model with schedules; one change is made to the second block of both, one to the
+    third, and so on.
+    """
     mine: Any = copy.deepcopy(plain)
     for model in (plain, mine):
         for layer, change in zip(model.layers[1:], changes, strict=False):

@@ -1,4 +1,6 @@
-"""Steps of LoRA on a Llama beside what else is in use: the table, and that one contender leaves nothing behind for the next."""
+"""Steps of LoRA on a Llama beside what else is in use: the table, and that one contender leaves nothing behind for the
+next.
+"""
 
 from __future__ import annotations
 

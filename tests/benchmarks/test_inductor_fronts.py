@@ -1,4 +1,6 @@
-"""The fronts under Inductor: peaks without kernels are those with them, and the words of the table are those of its rows."""
+"""The fronts under Inductor: peaks without kernels are those with them, and the words of the table are those of its
+rows.
+"""
 
 from __future__ import annotations
 

@@ -59,7 +59,8 @@ def test_one_net_end_to_end(tmp_path: Path) -> None:
         (line,) = (text for text in done.stdout.splitlines() if text.startswith(name))
         measured, predicted = map(float, re.findall(r"([+-][0-9.]+) %", line))
         assert measured == pytest.approx(predicted, abs=0.1)
-    # In bytes: oneDNN's workspaces, which both have, are 36 MB more on some processors and with some numbers of threads.
+    # In bytes: oneDNN's workspaces, which both have, are 36 MB more on some processors and with some numbers of
+    # threads.
     activations = figures.loc["memory without stationary"]
     assert activations.plain - activations.schedule > 8e6
     assert re.search(r"step, median +[0-9.]+ m?s +[0-9.]+ m?s +[+-][0-9.]+ % +[+-][0-9.]+ %", done.stdout)

@@ -1,4 +1,6 @@
-"""A part of PyTorch's databases of operators and modules: samples are right, or refused where docs/limits.md says so."""
+"""A part of PyTorch's databases of operators and modules: samples are right, or refused where
+docs/limits.md says so.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ database = Later("benchmarks.operator_database")
 
 #: Operators whose results, errors or gradients are unlike most others'.
 UNUSUAL = (
-    "linalg.tensorsolve", "lu_unpack", "segment_reduce.offsets", "multi_margin_loss", "multilabel_margin_loss", "polygamma_n_2",
+    "linalg.tensorsolve", "lu_unpack", "segment_reduce.offsets", "multi_margin_loss", "multilabel_margin_loss",
+    "polygamma_n_2",
     "rot90", "mH", "alpha_dropout", "sparse.mm.reduce",
 )  # fmt: skip
 #: What may be refused, beside sizes and branches that depend on values.

@@ -111,7 +111,9 @@ class Careless(nn.Module):
 @pytest.mark.parametrize("preserve", [True, False])
 @pytest.mark.parametrize("scale", [1.0, 1e-4])
 def test_masks_that_change_are_noticed(preserve: bool, shifted: bool, scale: float) -> None:
-    """Also where masks are not plain PyTorch's, so that gradients cannot be compared, whether or not outputs show it."""
+    """Also where masks are not plain PyTorch's, so that gradients cannot be compared, whether or not
+    outputs show it.
+    """
     plain, example = Job("dropout", "cpu", 8, "plain PyTorch").model_and_inputs()
     with torch.no_grad():
         for block in plain.children():
@@ -173,7 +175,9 @@ def test_blocks_are_found_in_every_model() -> None:
 
 @pytest.mark.slow
 def test_a_process_dies_at_the_limit_and_not_below(tmp_path: Path) -> None:
-    """On a net without convolutions: workspaces of oneDNN, larger with more threads, are allocated and hardly touched."""
+    """On a net without convolutions: workspaces of oneDNN, larger with more threads, are allocated and
+    hardly touched.
+    """
     running = Running(Job("dropout", "cpu", 4096, "plain PyTorch", rounding=1.0), dict(os.environ, **EXACT))
     peak, static = running.ready["peak_bytes"], running.ready["static_bytes"]
     assert running.ready["correct"]
@@ -340,7 +344,8 @@ def test_no_batch_fits(tmp_path: Path) -> None:
 def test_ours_is_planned_for_what_the_others_take(tmp_path: Path) -> None:
     suite = run.Suite("cpu", tmp_path, 1, 1, 1.0, 0.0, tmp_path)
     suite.points = [
-        point("plain PyTorch", 500, 1.0), point("selective checkpoint", 400.123, 1.1), point("checkpoint per block", 300, 1.3),
+        point("plain PyTorch", 500, 1.0), point("selective checkpoint", 400.123, 1.1), point("checkpoint per block",
+        300, 1.3),
         point("monet_like", 299, 1.2, "20%"), point("monet_like", 502, 0.9, "100%"),
     ]  # fmt: skip
     wanted = [("monet_like", "400.13 MB"), ("monet_like", "500 MB")]
@@ -354,7 +359,8 @@ def test_ours_is_planned_for_what_the_others_take(tmp_path: Path) -> None:
 
 def point(contender: str, peak_mb: float, ratio: float, setting: str = "", **more: Any) -> Point:
     return Point(
-        "resnet50", 12, contender, setting, peak_bytes=round(peak_mb * MB), process_bytes=round(peak_mb * MB), seconds=ratio,
+        "resnet50", 12, contender, setting, peak_bytes=round(peak_mb * MB), process_bytes=round(peak_mb * MB),
+        seconds=ratio,
         plain_seconds=1.0, correct=True, checked="plain PyTorch", **more,
     )  # fmt: skip
 

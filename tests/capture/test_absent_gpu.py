@@ -44,7 +44,8 @@ REFUSED = {
 @pytest.fixture(scope="module")
 def on_gpu(fake_gpu_library: Path, request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
     """What `captures` says, on the fake GPU, of the cases that are asked for in this run."""
-    asking = (item for item in request.session.items if request.path == item.path and "on_gpu" in item.fixturenames)  # type: ignore[attr-defined]
+    # type: ignore[attr-defined]
+    asking = (item for item in request.session.items if request.path == item.path and "on_gpu" in item.fixturenames)
     cases = [item.callspec.params["name"] for item in asking]
     command = [sys.executable, str(build.HERE / "captures.py"), *cases]
     done: subprocess.CompletedProcess[str] = build.run(fake_gpu_library, command)
@@ -239,8 +240,8 @@ def test_a_convolution_in_channels_last_needs_a_pytorch_with_cudnn(monkeypatch: 
     with pytest.raises(CaptureError) as caught:
         absent(layer, x.to(memory_format=torch.channels_last))
     assert str(caught.value) == (
-        "how a GPU lays out the results of convolutions in channels-last is known only to a PyTorch that is built for CUDA; "
-        "install that one, which needs no GPU, or capture this model on the GPU"
+        "how a GPU lays out the results of convolutions in channels-last is known only to a PyTorch that is built for "
+        "CUDA; install that one, which needs no GPU, or capture this model on the GPU"
     )
 
 
@@ -319,7 +320,8 @@ def test_an_operator_that_only_this_pytorch_casts_is_refused(monkeypatch: pytest
     with pytest.raises(CaptureError) as caught:
         absent(model, torch.randn(4, 8), autocast=torch.bfloat16)
     assert str(caught.value) == (
-        "what autocast does with aten.acos on a GPU is known only to this version of PyTorch; capture this model on the GPU"
+        "what autocast does with aten.acos on a GPU is known only to this version of PyTorch; capture this model on "
+        "the GPU"
     )
 
 

@@ -1,4 +1,6 @@
-"""The attention that a GPU would take: PyTorch's choice by card, kinds by name, and what is not certain without the card."""
+"""The attention that a GPU would take: PyTorch's choice by card, kinds by name, and what is not certain without the
+card.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ CAPABILITIES = ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
 @pytest.fixture(scope="module")
 def chosen(fake_gpu_library: Path, request: pytest.FixtureRequest) -> dict[tuple[int, int], list[int]]:
     """PyTorch's choices on the fake GPU, for the cards that are asked for in this run."""
-    asking = (item for item in request.session.items if request.path == item.path and "chosen" in item.fixturenames)  # type: ignore[attr-defined]
+    # type: ignore[attr-defined]
+    asking = (item for item in request.session.items if request.path == item.path and "chosen" in item.fixturenames)
     cards = [item.callspec.params["capability"] for item in asking]
     command = [sys.executable, str(build.HERE / "attention_choices.py"), *(f"{10 * a + b}" for a, b in cards)]
     done = build.run(fake_gpu_library, command)
@@ -59,7 +62,8 @@ def operators(captured: Captured) -> set[str]:
 
 def grouped(**options: object) -> Captured:
     model = Grouped().to(torch.bfloat16)
-    return capture(model, (torch.randn(2, 32, 64, dtype=torch.bfloat16),), target=CUDA, **options)  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    return capture(model, (torch.randn(2, 32, 64, dtype=torch.bfloat16),), target=CUDA, **options)
 
 
 def test_the_card_decides() -> None:
@@ -72,9 +76,9 @@ def test_what_depends_on_the_card_is_refused_where_it_is_not_known() -> None:
     with pytest.raises(CaptureError) as caught:
         grouped()
     assert str(caught.value) == (
-        "which attention operator a GPU takes for bfloat16 [2, 4, 32, 16] and [2, 2, 32, 16], grouped heads depends on the card "
-        "(cudnn or flash or math); plan for a known card (--profile roofline:h100), or name it with --attention (attention= in "
-        "Python)"
+        "which attention operator a GPU takes for bfloat16 [2, 4, 32, 16] and [2, 2, 32, 16], grouped heads depends on "
+        "the card (cudnn or flash or math); plan for a known card (--profile roofline:h100), or name it with "
+        "--attention (attention= in Python)"
     )
 
 

@@ -1,7 +1,8 @@
-"""Batch norm by cuDNN: chosen as PyTorch chooses on a GPU, counted, run again by cuDNN alone, and ours admitted by ``conv``.
+"""Batch norm by cuDNN: chosen as PyTorch chooses on a GPU, counted, run again by cuDNN alone, and ours admitted by
+``conv``.
 
-No GPU is needed: captures are of one that is absent, and where steps run, a stand-in on the CPU has cuDNN's arguments and
-results. Its gradient takes the batch's means from the reserve, so no other reserve gives the right one.
+No GPU is needed: captures are of one that is absent, and where steps run, a stand-in on the CPU has cuDNN's arguments
+and results. Its gradient takes the batch's means from the reserve, so no other reserve gives the right one.
 """
 
 from __future__ import annotations

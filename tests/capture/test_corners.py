@@ -1,5 +1,6 @@
-"""What models do that is easily lost in a trace: lazily conjugated tensors, results that share memory, recurrent nets' own
-dropout, statistics that are no buffers, numbers that change between steps, and whatever a forward does beside computing."""
+"""What models do that is easily lost in a trace: lazily conjugated tensors, results that share memory, recurrent nets'
+own dropout, statistics that are no buffers, numbers that change between steps, and whatever a forward does beside
+computing."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ def power(_: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def spectrum(_: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """A filter of a spectrogram; the inverse looks whether its windows overlap, which the trace must answer as eager mode."""
+    """A filter of a spectrogram; the inverse looks whether its windows overlap, which the trace must answer as eager
+    mode.
+    """
     window = torch.hann_window(8)
     found = torch.stft(x.flatten().expand(2, -1), 8, 2, window=window, return_complex=True)
     gain = torch.view_as_real(found).permute(0, 3, 1, 2).tanh()

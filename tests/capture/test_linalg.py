@@ -1,4 +1,6 @@
-"""Functions of ``torch.linalg`` that look at their results for errors: captured with the check, which runs once and in its place."""
+"""Functions of ``torch.linalg`` that look at their results for errors: captured with the check, which runs once and in
+its place.
+"""
 
 from __future__ import annotations
 

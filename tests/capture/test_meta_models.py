@@ -69,7 +69,8 @@ def test_commands_take_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.chdir(tmp_path)
     (tmp_path / "net.py").write_text(
         "import torch\nfrom torch import nn\n\n\ndef make():\n    with torch.device('meta'):\n"
-        "        return nn.Sequential(nn.Linear(8, 8), nn.GELU())\n\n\ndef make_inputs(batch):\n    return torch.zeros(batch, 8)\n"
+        "        return nn.Sequential(nn.Linear(8, 8), nn.GELU())\n\n\ndef make_inputs(batch):\n    return "
+        "torch.zeros(batch, 8)\n"
     )
     words = ["solve", "net.py:make", "4", "100%", "normal", "--profile", "roofline:a100", "--strategy", "store_all"]
     done = CliRunner().invoke(main, words, catch_exceptions=False)

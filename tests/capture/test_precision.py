@@ -172,7 +172,8 @@ def test_plans_are_kept_apart_by_autocast_and_layout(tmp_path: Path, monkeypatch
 
     found = [plan(a, b) for a in ("", "bfloat16") for b in (torch.contiguous_format, torch.channels_last)]
     assert [(r.autocast, r.layout, r.inputs[0].layout) for r in found] == [
-        ("", "", ""), ("", "channels_last", "channels_last"), ("bfloat16", "", ""), ("bfloat16", "channels_last", "channels_last"),
+        ("", "", ""), ("", "channels_last", "channels_last"), ("bfloat16", "", ""), ("bfloat16", "channels_last",
+        "channels_last"),
     ]  # fmt: skip
     assert len(list(tmp_path.glob("schedule_*.pkl"))) == 4
 
@@ -182,8 +183,8 @@ def test_the_command_line_plans_and_checks_them(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     Path("net.py").write_text(
         "from torch import nn\n\ndef make():\n"
-        "    layers = (nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU(), nn.Conv2d(16, 4, 3))\n"
-        "    return nn.Sequential(*layers)\n"
+        "    layers = (nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU(), "
+        "nn.Conv2d(16, 4, 3))\n    return nn.Sequential(*layers)\n"
     )
     words = ["net.py:make", "16", "0.5", EXACT, "HIGHS"]
     options = ["--input-shape", "3,32,32", "--autocast", "bfloat16", "--channels-last"]

@@ -1,4 +1,6 @@
-"""Settings of PyTorch by which it chooses operators: a change between steps means another capture, never another result."""
+"""Settings of PyTorch by which it chooses operators: a change between steps means another capture, never another
+result.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,8 @@ class DefaultDtype:
         torch.set_default_dtype(torch.float32)
 
 
-#: A model, the length of its sequences, a setting, and what it is called. Without oneDNN each place takes some twenty operators.
+#: A model, the length of its sequences, a setting, and what it is called. Without oneDNN each place takes some twenty
+#: operators.
 CASES: dict[str, tuple[Callable[[], nn.Module], int, Callable[[], AbstractContextManager[Any]], str]] = {
     "attention": (Attention, 64, lambda: sdpa_kernel(SDPBackend.MATH), r"torch\.backends\.cuda\.flash_sdp_enabled\(\)"),
     "oneDNN": (Recurrent, 6, lambda: torch.backends.mkldnn.flags(enabled=False), r"torch\.backends\.mkldnn\.enabled"),

@@ -1,4 +1,6 @@
-"""What fits on which card: the step by parts against the simulator on the whole model, LoRA, optimizers, the command."""
+"""What fits on which card: the step by parts against the simulator on the whole model, LoRA, optimizers,
+the command.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,9 @@ def by_parts(
     model: Small | str, way: str, batch: int = 2, length: int = 128, card: DeviceLimits = CARD, cublas: bool = False,
     optimizer: str = "none", **options: object,
 ) -> tuple[int, str, Pieces]:  # fmt: skip
-    """Peak and moment of a way by parts, with or without what cuBLAS keeps; the model gets the dtype of the question."""
+    """Peak and moment of a way by parts, with or without what cuBLAS keeps; the model gets the dtype of
+    the question.
+    """
     pieces = captured_parts(model, batch, length, card.capability, **options)
     prices = {piece: priced(piece.captured, (), roofline(piece.captured, card)) for piece in pieces.every}
     step = step_of(read(model, optimizer=optimizer, **options), pieces, card.cublas_bytes if cublas else 0)
@@ -137,7 +141,8 @@ def test_bytes_of_quantised_weights_are_those_of_bitsandbytes() -> None:
     bitsandbytes = pytest.importorskip("bitsandbytes")
 
     def theirs(**options: object) -> torch.nn.Module:
-        return bitsandbytes.nn.Linear4bit(64, 64, bias=False, quant_type="nf4", **options).to("cpu")  # type: ignore[no-any-return]
+        # type: ignore[no-any-return]
+        return bitsandbytes.nn.Linear4bit(64, 64, bias=False, quant_type="nf4", **options).to("cpu")
 
     def ours(quant: str) -> dict[str, tuple[torch.dtype, int]]:
         modules = read(Small(1), lora=4, quant=quant).model.named_modules()
@@ -151,7 +156,8 @@ def test_bytes_of_quantised_weights_are_those_of_bitsandbytes() -> None:
     state, inner = plain.weight.quant_state, nested.weight.quant_state  # type: ignore[union-attr]
     assert ours("nf4") == {"weight": of(plain.weight), "scales": of(state.absmax)}  # type: ignore[arg-type, union-attr]
     assert ours("nf4_double") == {
-        "weight": of(nested.weight), "scales": of(inner.absmax), "second": of(inner.state2.absmax),  # type: ignore[arg-type, union-attr]
+        # type: ignore[arg-type, union-attr]
+        "weight": of(nested.weight), "scales": of(inner.absmax), "second": of(inner.state2.absmax),
         "code": of(inner.state2.code), "offset": of(inner.offset),  # type: ignore[arg-type, union-attr]
     }  # fmt: skip
     eight = bitsandbytes.nn.Linear8bitLt(64, 64, bias=False, has_fp16_weights=False).to("cpu")

@@ -51,11 +51,13 @@ def make():
 
 
 def chain():
-    return nn.Sequential(nn.Conv2d(3, 4, 3), *(part for _ in range(10) for part in (nn.GELU(), nn.Conv2d(4, 4, 3, padding=1))))
+    pairs = ((nn.GELU(), nn.Conv2d(4, 4, 3, padding=1)) for _ in range(10))
+    return nn.Sequential(nn.Conv2d(3, 4, 3), *(part for pair in pairs for part in pair))
 
 
 def short():
-    return nn.Sequential(nn.Conv2d(3, 4, 3), *(part for _ in range(3) for part in (nn.GELU(), nn.Conv2d(4, 4, 3, padding=1))))
+    pairs = ((nn.GELU(), nn.Conv2d(4, 4, 3, padding=1)) for _ in range(3))
+    return nn.Sequential(nn.Conv2d(3, 4, 3), *(part for pair in pairs for part in pair))
 
 
 def without_parameters():
@@ -203,13 +205,13 @@ def test_an_infeasible_budget_names_one_that_does() -> None:
 def test_mode() -> None:
     assert error(solve(mode="inplace_conv_multiwya_newnode")) == (
         "mode 'inplace_conv_multiwya_newnode' has an unknown word 'multiwya'; a mode is some of inplace, conv, "
-        "multiway, newnode, normal joined by '_', such as inplace_conv_multiway_newnode or normal; lossy caches are lowp16, "
-        "lowp8 and dropit0.9; offload admits copies on the host, algorithms those of cuDNN; registered variants may have "
-        "words of their own (here: none)"
+        "multiway, newnode, normal joined by '_', such as inplace_conv_multiway_newnode or normal; lossy caches are "
+        "lowp16, lowp8 and dropit0.9; offload admits copies on the host, algorithms those of cuDNN; registered "
+        "variants may have words of their own (here: none)"
     )
     assert error(solve(mode="conv_conv")) == (
-        "mode 'conv_conv' repeats a word; give each of inplace, conv, multiway, newnode, normal, lowp16, lowp8, dropit, "
-        "offload, algorithms at most once"
+        "mode 'conv_conv' repeats a word; give each of inplace, conv, multiway, newnode, normal, lowp16, lowp8, "
+        "dropit, offload, algorithms at most once"
     )
     assert error(solve(mode="conv_dropit1")) == (
         "mode 'conv_dropit1' drops '1' of the elements; give a share of at least 0 and below 1 after dropit, such as "
@@ -261,8 +263,8 @@ def test_missing_arguments(count: int, missing: str) -> None:
         (("--processes", "0"), "--processes 0 must be at least 1"),
         (
             ("--processes", "2"),
-            "--processes 2 is for models with SyncBatchNorm, and net.py:make has none; leave it out, or give a file with a "
-            "function that returns monet_like.convert_sync_batchnorm(...)",
+            "--processes 2 is for models with SyncBatchNorm, and net.py:make has none; leave it out, or give a file "
+            "with a function that returns monet_like.convert_sync_batchnorm(...)",
         ),
         (("--time-limit", "0"), "--time-limit 0.0 must be more than 0 seconds"),
         (("--time-limit", "-5"), "--time-limit -5.0 must be more than 0 seconds"),
@@ -283,14 +285,14 @@ def test_missing_arguments(count: int, missing: str) -> None:
         (("--gap", "nan"), "--gap nan must be at least 0 and less than 1, such as 0.01 for 1 %"),
         (
             ("--optimizer", "adma"),
-            "optimizer 'adma' is unknown; choose one of none, sgd, momentum, adam, adamw, adam_fused, adamw_fused, adam8bit, "
-            "adamw8bit, paged_adamw, paged_adamw8bit",
+            "optimizer 'adma' is unknown; choose one of none, sgd, momentum, adam, adamw, adam_fused, adamw_fused, "
+            "adam8bit, adamw8bit, paged_adamw, paged_adamw8bit",
         ),
         (
             ("--profile", "roofline:h900"),
             "there is no roofline for 'h900'; choose one of cpu, p100, a100, a100-80gb-pcie, a100-80gb-sxm, h100, "
-            "h100-pcie, h100-nvl, h200, h200-nvl, gh200, rtx2080ti, rtx4090, rtx4080, l40s, t4, v100-16gb, v100-32gb, rtx3070, "
-            "rtx3080, rtx3090, a10, rtxa6000, rtx4070, l4, rtx6000ada, rtx5070ti, rtx5080, rtx5090",
+            "h100-pcie, h100-nvl, h200, h200-nvl, gh200, rtx2080ti, rtx4090, rtx4080, l40s, t4, v100-16gb, v100-32gb, "
+            "rtx3070, rtx3080, rtx3090, a10, rtxa6000, rtx4070, l4, rtx6000ada, rtx5070ti, rtx5080, rtx5090",
         ),
     ],
 )
@@ -742,8 +744,9 @@ def test_a_budget_below_one_task_is_refused_before_anything_is_measured(monkeypa
     monkeypatch.setattr("monet_like.compiler.pipeline.profiled", None)  # nobody may come here
     message = error(solve(budget="4 KB", profile=()))
     assert re.fullmatch(
-        r"no schedule fits into 4\.0 KB \(proven, nothing was measured\): \S+.* alone needs [\d.]+ KB, parameters, inputs and "
-        r"results included; give more memory or a smaller batch; monet-like smallest says what would do",
+        r"no schedule fits into 4\.0 KB \(proven, nothing was measured\): \S+.* alone needs [\d.]+ KB, parameters, "
+        r"inputs "
+        r"and results included; give more memory or a smaller batch; monet-like smallest says what would do",
         message,
     )
     assert written() == []
@@ -761,9 +764,9 @@ def test_a_model_on_the_meta_device() -> None:
         "import torch\n\n\ndef make():\n    with torch.device('meta'):\n        return torch.nn.Linear(8, 8)\n"
     )
     expected = (
-        "weight of Linear is on the meta device, where tensors have no values; build the model on the device that it will "
-        "train on, or call model.to_empty(device=...) and load its weights; to plan it as it is, name a GPU that is not here "
-        "(roofline:h100)"
+        "weight of Linear is on the meta device, where tensors have no values; build the model on the device that it "
+        "will train on, or call model.to_empty(device=...) and load its weights; to plan it as it is, name a GPU that "
+        "is not here (roofline:h100)"
     )
     assert error(solve(model="meta.py:make")) == expected
     for wrap in (
@@ -797,9 +800,9 @@ def test_why_a_strategy_has_no_schedule_is_said(monkeypatch: pytest.MonkeyPatch)
 def test_a_schedule_for_another_device_is_said_to_be_one(solved: ScheduleRecord) -> None:
     replace(solved, device="roofline:a100", fingerprint="0" * 64).save(Path("other.pkl"))
     assert error(schedule("--run-bs", "--solution-file", "other.pkl")) == (
-        "this schedule was planned for a100 (datasheet rates), a cuda device, and Sequential is on cpu, where PyTorch runs other operators; move "
-        "the model to cuda, name a schedule for cpu (zoo:NAME@PROFILE as monet-like zoo list shows them), or plan for it with "
-        "monet-like solve --device cpu"
+        "this schedule was planned for a100 (datasheet rates), a cuda device, and Sequential is on cpu, where PyTorch "
+        "runs other operators; move the model to cuda, name a schedule for cpu (zoo:NAME@PROFILE as monet-like zoo "
+        "list shows them), or plan for it with monet-like solve --device cpu"
     )
 
 

@@ -1,4 +1,6 @@
-"""The shortest commands: three arguments are enough; one grammar of budgets, one default solver, figures with their origin."""
+"""The shortest commands: three arguments are enough; one grammar of budgets, one default solver, figures with their
+origin.
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,11 @@ RESNET = ("torchvision.models.resnet18()", "--input-shape", "3,64,64", "--time-l
 NETWORK = """
 import torch
 def make_model():
-    layers = [m for _ in range(3) for m in (torch.nn.Conv2d(8, 8, 3, padding=1), torch.nn.BatchNorm2d(8), torch.nn.ReLU())]
+    layers = [
+        layer
+        for _ in range(3)
+        for layer in (torch.nn.Conv2d(8, 8, 3, padding=1), torch.nn.BatchNorm2d(8), torch.nn.ReLU())
+    ]
     return torch.nn.Sequential(*layers, torch.nn.Flatten(), torch.nn.Linear(8 * 16 * 16, 4))
 """
 

@@ -201,7 +201,9 @@ def test_grouped_convolutions_are_a_kind_of_their_own() -> None:
 @pytest.mark.slow(but=["True"])
 @pytest.mark.parametrize("wrong", [False, True])
 def test_peaks_are_exact_though_a_small_batch_was_measured(wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where every workspace at the small batch says nothing about the whole one, so that the first plan does not fit."""
+    """Also where every workspace at the small batch says nothing about the whole one, so that the first plan does not
+    fit.
+    """
     request, captured = problem()
     request = replace(request, profile_batch=2)
     plans: list[int] = []

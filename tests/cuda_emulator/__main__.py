@@ -1,4 +1,6 @@
-"""Tests of the CUDA kernels on a CPU: ``python -m tests.cuda_emulator [--rounds N] [--mutants] [pytest's arguments]``."""
+"""Tests of the CUDA kernels on a CPU: ``python -m tests.cuda_emulator [--rounds N] [--mutants] [pytest's
+arguments]``.
+"""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ from .transform import Sources, transform_tree, transformed, write_if_changed
 HERE = Path(__file__).resolve().parent
 #: Where libraries and objects are kept; git ignores it.
 FOLDER = HERE.parents[1] / "build" / "cuda_emulator"
-#: Names that several sources have for functions and types of their own. All sources are compiled as one unit, since PyTorch's
-#: headers take as long as what follows them, and there each source has its own names.
+#: Names that several sources have for functions and types of their own. All sources are compiled as one unit, since
+#: PyTorch's headers take as long as what follows them, and there each source has its own names.
 OWN_NAMES = ("data_of", "Gradients")
 #: Compilers that run at the same time.
 JOBS = int(os.environ.get("MAX_JOBS") or 2)
@@ -108,7 +108,9 @@ def _run_ninja(folder: Path) -> None:
 
 
 def _writer(text: io.StringIO) -> Any:
-    """A writer of a build that ninja reads, with rules for objects: ``kernels``, and ``host`` for code that is not checked."""
+    """A writer of a build that ninja reads, with rules for objects: ``kernels``, and ``host`` for code that is not
+    checked.
+    """
     from ninja import ninja_syntax
 
     root = Path(torch.__file__).resolve().parent
@@ -154,8 +156,8 @@ def _rules(folder: Path, sources: Sources, library: Path, emulator: Path) -> str
     writer.rule("link", f"{link} $in -o $out.partial {_shell(libraries)} && mv -f $out.partial $out", "$out")
     joined = folder / "src" / "joined.cpp"
     write_if_changed(joined, "".join(map(_included, sources.files)))
-    # Of inline functions that several objects have, the linker takes the first object's: it must be the emulator's, whose
-    # accesses are not checked.
+    # Of inline functions that several objects have, the linker takes the first object's: it must be the emulator's,
+    # whose accesses are not checked.
     objects = [str(emulator), *writer.build(f"{joined.stem}.o", "kernels", str(joined))]
     writer.build(str(library), "link", objects)
     return text.getvalue()

@@ -1,8 +1,9 @@
 """Every operator with random arguments: CUDA kernels against their plain-torch twins, ATen and float64.
 
-Emulated by tests/without_gpu/test_cuda_emulator.py and by ``python -m tests.cuda_emulator``, in a process of its own. Every call runs
-three times, with other orders of threads and blocks, other contents of new memory and other sizes of the grids that stride: the results
-must have the same bits. On a GPU tests/gpu/test_kernels_cuda.py has them, where every call runs twice.
+Emulated by tests/without_gpu/test_cuda_emulator.py and by ``python -m tests.cuda_emulator``, in a process of its own.
+Every call runs three times, with other orders of threads and blocks, other contents of new memory and other sizes of
+the grids that stride: the results must have the same bits. On a GPU tests/gpu/test_kernels_cuda.py has them, where
+every call runs twice.
 """
 
 from __future__ import annotations
@@ -112,7 +113,36 @@ def settings(name: str) -> Iterator[None]:
 
 
 # Around the widths of vectors, warps and blocks.
-SIZES = (0, 1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300, 511, 512, 513, 1000)  # fmt: skip
+SIZES = (
+    0,
+    1,
+    2,
+    3,
+    5,
+    7,
+    8,
+    9,
+    15,
+    16,
+    17,
+    31,
+    32,
+    33,
+    63,
+    64,
+    65,
+    127,
+    128,
+    129,
+    255,
+    256,
+    257,
+    300,
+    511,
+    512,
+    513,
+    1000,
+)
 
 
 def any_shape(most: int = 3000) -> tuple[int, ...]:
@@ -312,7 +342,9 @@ def test_max_pool(seed: int) -> None:
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("extent", "padding"), [(3, 1), (3, 0), (2, 0), (2, 1)])
 def test_common_max_pool(extent: int, padding: int, dtype: torch.dtype) -> None:
-    """Windows that move by two, for which there may be kernels of their own: planes of several tiles, rows and channels that are and are no multiples of a vector."""
+    """Windows that move by two, for which there may be kernels of their own: planes of several tiles, rows and channels
+    that are and are no multiples of a vector.
+    """
     pool = ([extent] * 2, [2, 2], [padding] * 2, [1, 1])
     for shape in (
         (1, 8, 9, 16),
@@ -411,13 +443,15 @@ def test_common_batch_norm(channels_last: bool, dtype: torch.dtype) -> None:
 
 def follower() -> tuple[str, float, float]:
     return random.choice(
-        [("clamp", -INF, INF), ("clamp", 0.0, INF), ("clamp", 0.0, 6.0), ("clamp", -0.25, 0.75), ("leaky_relu", 0.1, 0.0),
+        [("clamp", -INF, INF), ("clamp", 0.0, INF), ("clamp", 0.0, 6.0), ("clamp", -0.25, 0.75), ("leaky_relu", 0.1,
+        0.0),
          ("hardswish", 0.0, 0.0), ("silu", 0.0, 0.0)]
     )  # fmt: skip
 
 
 def normalised(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor) -> Tensor:
-    """ATen's formula on a GPU, weight * (x - mean) * invstd + bias, as nvcc compiles it: the last sum is not rounded apart.
+    """ATen's formula on a GPU, weight * (x - mean) * invstd + bias, as nvcc compiles it: the last sum is not rounded
+    apart.
 
     Of 16 and 32 bits it has ATen's bits, as the product of two float32 is exact in float64.
     """

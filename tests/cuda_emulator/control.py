@@ -1,7 +1,8 @@
-"""The emulated kernels in a process of their own: loads them in place of the compiled CPU kernels, and steers the emulator.
+"""The emulated kernels in a process of their own: loads them in place of the compiled CPU kernels, and steers the
+emulator.
 
-A pytest plugin. The operators of `torch.ops.monet_like` run the CUDA sources on CPU tensors from then on; all tensors of
-the process lie between guard zones.
+A pytest plugin. The operators of `torch.ops.monet_like` run the CUDA sources on CPU tensors from then on; all tensors
+of the process lie between guard zones.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ def configure(order: str = "forward", fill: int = UNWRITTEN, blocks: int = 0, ra
 
 
 def make_mistake(*, barrier: str = "", mutant: int = 0) -> None:
-    """Leaves out a barrier, given as ``FILE:LINE``, or turns the comparison of this number into a wrong one; none: neither."""
+    """Leaves out a barrier, given as ``FILE:LINE``, or turns the comparison of this number into a wrong one; none:
+    neither.
+    """
     _emulator.emu_break(barrier.encode(), mutant)
 
 

@@ -1,4 +1,6 @@
-"""Runs checks against the emulated kernels, in a process of their own: they replace the CPU's kernels and its allocator."""
+"""Runs checks against the emulated kernels, in a process of their own: they replace the CPU's kernels and its
+allocator.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,16 @@ def run_checks(
     for name in list(environment):
         if name.startswith("PYTEST_") or name == "MONET_LIKE_KERNELS":  # the process is no worker of an outer pytest
             del environment[name]
-    done = subprocess.run([*command, *arguments], cwd=ROOT, env=environment, check=False, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout)  # fmt: skip
+    done = subprocess.run(
+        [*command, *arguments],
+        cwd=ROOT,
+        env=environment,
+        check=False,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=timeout,
+    )
     return done.returncode, done.stdout
 
 
@@ -59,7 +70,9 @@ def main(arguments: Sequence[str]) -> int:
     """Command line of ``python -m tests.cuda_emulator``; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.cuda_emulator",
-        description="Run the CUDA kernels on a CPU, against their twins and ATen. Other arguments are pytest's: -k masks.",
+        description=(
+            "Run the CUDA kernels on a CPU, against their twins and ATen. Other arguments are pytest's: -k masks."
+        ),
     )
     parser.add_argument("--rounds", type=int, help="calls of each kind with random arguments, default 2")
     parser.add_argument("--mistakes", action="store_true", help="put mistakes into the kernels: are they noticed?")

@@ -1,4 +1,5 @@
-"""Rewrites CUDA sources as C++ that cuda_emulator.h understands: launches, shared memory, kernels' names, deliberate mistakes.
+"""Rewrites CUDA sources as C++ that cuda_emulator.h understands: launches, shared memory, kernels' names, deliberate
+mistakes.
 
 Everything else of the language (`__global__`, `threadIdx`, `__syncthreads()`, intrinsics) is macros and functions of
 that header. Lines keep their numbers, so that messages name lines of the original.
@@ -24,7 +25,9 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Sources:
-    """What `transform_tree` made: the C++ files to compile, the kernels that they define, the mistakes they can make."""
+    """What `transform_tree` made: the C++ files to compile, the kernels that they define, the mistakes
+    they can make.
+    """
 
     files: tuple[Path, ...]
     kernels: tuple[tuple[str, str], ...]  # file, name
@@ -92,8 +95,13 @@ def with_entries(text: str) -> tuple[str, list[str]]:
 
 
 def with_mutants(text: str, name: str, first: int) -> tuple[str, list[Mutant]]:
-    """Gives every comparison of a kernel with a bound that is known at run time only a mistake that can be switched on."""
-    compared = re.compile(r"(?<=[(;&|] )([A-Za-z_][\w.]*) < ([a-z_][\w.]*)(?=[;)]| &&| \|\|)|(?<=\()([A-Za-z_][\w.]*) < ([a-z_][\w.]*)(?=[;)]| &&| \|\|)")  # fmt: skip
+    """Gives every comparison of a kernel with a bound that is known at run time only a mistake that can be
+    switched on.
+    """
+    compared = re.compile(
+        r"(?<=[(;&|] )([A-Za-z_][\w.]*) < ([a-z_][\w.]*)(?=[;)]| &&| \|\|)"
+        r"|(?<=\()([A-Za-z_][\w.]*) < ([a-z_][\w.]*)(?=[;)]| &&| \|\|)"
+    )
     bodies = [(begin, end) for q in ("__global__", "__device__") for _, begin, end in functions(text, q)]
     mutants = []
     matches = [m for m in compared.finditer(blanked(text)) if any(b < m.start() < e for b, e in bodies)]
@@ -143,14 +151,17 @@ def with_launches(text: str, name: str) -> str:
         call = f"[&](auto... emu_a) {{ {' '.join(kernel.split())}(emu_a...); }}"
         site = f'::emu::Site{{"{name}", {line}}}'
         stream = f"(static_cast<void>({config[3]}), {config[2]})"
-        made = f'::emu::launch("{identifier.group().strip()}", {site}, {config[0]}, {config[1]}, {stream}, {newlines}{call}'
+        made = f'::emu::launch("{identifier.group().strip()}", {site}, {config[0]}, {config[1]}, '
+        made += f"{stream}, {newlines}{call}"
         made += f", {arguments})" if arguments.strip() else ")"
         text = text[: identifier.start()] + made + text[close + 1 :]
     return text
 
 
 def with_shared_variables(text: str, name: str) -> str:
-    """Makes `__shared__ int a, b[3];` checked static variables, and `extern __shared__ float c[];` a checked pointer."""
+    """Makes `__shared__ int a, b[3];` checked static variables, and `extern __shared__ float c[];` a
+    checked pointer.
+    """
     modifiers = r"(?:(?:alignas|__align__)\s*\([^)]*\)\s*)?"
     kind = r"((?:unsigned\s+|const\s+)?[\w:]+(?:<[^;]*?>)?\s+)"
 

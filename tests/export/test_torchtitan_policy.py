@@ -1,7 +1,8 @@
-"""The memory policy for torchtitan's graph trainer, against a stand-in of its registry, with PyTorch's own pass that recomputes.
+"""The memory policy for torchtitan's graph trainer, against a stand-in of its registry, with PyTorch's own pass that
+recomputes.
 
-torchtitan itself cannot be installed here. Its registry is a dict of functions ``(gm, *, config) -> gm``, and the graph trainer
-notes ``module_fqn`` on nodes; both are made here alike. The graph is traced and recomputed by PyTorch.
+torchtitan itself cannot be installed here. Its registry is a dict of functions ``(gm, *, config) -> gm``, and the graph
+trainer notes ``module_fqn`` on nodes; both are made here alike. The graph is traced and recomputed by PyTorch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""`checkpoint_policy` within Hugging Face's Trainer: its weights after two steps equal those without to the last bit."""
+"""`checkpoint_policy` within Hugging Face's Trainer: its weights after two steps equal those without to
+the last bit.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The kinds of attention that PyTorch takes on the fake GPU, by card.
 
-``python attention_choices.py 80 90`` prints, for each capability, a line of JSON with PyTorch's choice for each of `CASES`.
+``python attention_choices.py 80 90`` prints, for each capability, a line of JSON with PyTorch's choice for each of
+`CASES`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 `run` starts Python as if an NVIDIA H100 were here. PyTorch, its dispatcher, its caching allocator, streams, events and
 launch limits are real; kernels do nothing, so values and times mean nothing. cuDNN is not faked: it must be off where
-operators execute (``torch.backends.cudnn.enabled = False``), and on for captures alone, which then trace what a GPU would
-run; ``startup`` turns it off at Python's start. The heads of ``runtime.c`` and ``cublas.c`` tell more, and which variables of the environment there are.
+operators execute (``torch.backends.cudnn.enabled = False``), and on for captures alone, which then trace what a GPU
+would run; ``startup`` turns it off at Python's start. The heads of ``runtime.c`` and ``cublas.c`` tell more, and which
+variables of the environment there are.
 """
 
 from __future__ import annotations
@@ -84,7 +85,9 @@ def _stubs(path: Path, names: set[str]) -> Path:
 
 
 def environment(library: Path, **others: str) -> dict[str, str]:
-    """The environment of a process that has the fake GPU, imports from this checkout and the tests' helpers, and has ``others``."""
+    """The environment of a process that has the fake GPU, imports from this checkout and the tests' helpers, and has
+    ``others``.
+    """
 
     def first(name: str, *paths: Path) -> str:
         return os.pathsep.join([*map(str, paths), *filter(None, [os.environ.get(name)])])

@@ -1,6 +1,7 @@
 """Models captured for a GPU: on it where there is one, and else as where it is absent.
 
-``python captures.py CASE...`` prints a line of JSON for each case of `CASES`: the program's fingerprint, or why there is none.
+``python captures.py CASE...`` prints a line of JSON for each case of `CASES`: the program's fingerprint, or why there
+is none.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ class Grouped(nn.Module):
 
 
 class WrittenOut(nn.Module):
-    """Attention by matrix products, a region of autocast of its own, and operators that CPUs' autocast casts otherwise."""
+    """Attention by matrix products, a region of autocast of its own, and operators that CPUs' autocast
+    casts otherwise.
+    """
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """How values of a step lie on the fake GPU: by the trace, for the profiler, and in a step of plain PyTorch's operators.
 
-``python layouts.py CASE...`` prints for each case a line of JSON: how many values there are, of how many the trace says another
-layout than they have in a step, and of how many the profiler does.
+``python layouts.py CASE...`` prints for each case a line of JSON: how many values there are, of how many the trace says
+another layout than they have in a step, and of how many the profiler does.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Run on the fake GPU: models captured, profiled, planned and replayed, and what the allocator saw of it.
 
-``python train.py WHAT:CASE...`` prints one line of JSON for each: a function of `WHAT` about a case of `CASES`. Without arguments
-it serves: see `serve`.
+``python train.py WHAT:CASE...`` prints one line of JSON for each: a function of `WHAT` about a case of `CASES`. Without
+arguments it serves: see `serve`.
 """
 
 from __future__ import annotations
@@ -463,7 +463,8 @@ def answer(asked: Sequence[str]) -> NoReturn:
 
 
 def serve() -> None:
-    """Answer lines such as ``{"asked": ["train:unet"], "environment": {}}``, each in a process that has loaded all from its start.
+    """Answer lines such as ``{"asked": ["train:unet"], "environment": {}}``, each in a process that has loaded all from
+    its start.
 
     A last line says how the process ended: ``{"ended": 0}``.
     """

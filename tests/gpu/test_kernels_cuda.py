@@ -1,4 +1,5 @@
-"""The CUDA kernels on a GPU: the checks that are emulated elsewhere, and shapes that an emulator would take minutes for.
+"""The CUDA kernels on a GPU: the checks that are emulated elsewhere, and shapes that an emulator would take minutes
+for.
 
 Their results are compared with those of ATen and of the twins on the CPU.
 """

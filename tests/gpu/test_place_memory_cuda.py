@@ -1,4 +1,7 @@
-"""Steps on a GPU whose tensors are placed ahead: the same bits, and no more memory than the block. Skipped without a GPU."""
+"""Steps on a GPU whose tensors are placed ahead: the same bits, and no more memory than the block.
+
+Skipped without a GPU.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""SyncBatchNorm over NCCL: what PyTorch's own gives, a scheduled one gives too, to the bit. Skipped with fewer than 2 GPUs."""
+"""SyncBatchNorm over NCCL: what PyTorch's own gives, a scheduled one gives too, to the bit.
+
+Skipped with fewer than 2 GPUs.
+"""
 
 from __future__ import annotations
 

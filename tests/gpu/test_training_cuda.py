@@ -1,6 +1,9 @@
-"""Whole steps as people train on a GPU: the results of plain PyTorch's, at the peak that was predicted. Skipped without one.
+"""Whole steps as people train on a GPU: the results of plain PyTorch's, at the peak that was predicted.
 
-Some of CUDA's gradients are summed in no fixed order, so results are compared to rounding; a wrong random mask differs by far more.
+Skipped without one.
+
+Some of CUDA's gradients are summed in no fixed order, so results are compared to rounding; a wrong random mask differs
+by far more.
 """
 
 from __future__ import annotations

@@ -49,12 +49,14 @@ class AnySchedule(ScheduleWrapper):
         return self.record, captured
 
 
-#: Calls a model, and tells what a user sees: the model or its wrapper, the model itself, and a function that takes notes.
+#: Calls a model, and tells what a user sees: the model or its wrapper, the model itself, and a function that takes
+#: notes.
 Script = Callable[[nn.Module, nn.Module, Callable[..., None]], None]
 
 
 def told(make: Callable[[], nn.Module], script: Script, seed: int | None) -> tuple[list[Any], int]:
-    """Everything that a script notes about a model, its gradients, parameters, buffers and the generator's state at the end.
+    """Everything that a script notes about a model, its gradients, parameters, buffers and the generator's state at the
+    end.
 
     Args:
         seed: of the schedules of a wrapper; None: the model itself is called.

@@ -11,8 +11,8 @@ from monet_like.profile import cache_state
 #: A user's plan searches this many times more, which takes seconds.
 FEWER = 40
 FEW = searcher.EVALUATIONS // FEWER
-#: Bytes that the profiler reads before each timed run to empty the caches. A user's reads as much as they hold, which takes longer than
-#: the operators of small nets do; no test asserts a time.
+#: Bytes that the profiler reads before each timed run to empty the caches. A user's reads as much as they hold, which
+#: takes longer than the operators of small nets do; no test asserts a time.
 FORGOTTEN_BYTES = 2**21
 
 

@@ -1,13 +1,14 @@
-"""Makes Triton's interpreter run Liger's kernels on CPU tensors, in a process that was started with ``TRITON_INTERPRET=1``.
+"""Makes Triton's interpreter run Liger's kernels on CPU tensors, in a process that was started with
+``TRITON_INTERPRET=1``.
 
 The interpreter of Triton 3.8 differs from its compiler in four things that matter here:
 
 * Numbers reach a kernel as Python's floats; from the compiler as float32.
 * It multiplies the bits of bfloat16 as integers, and rounds to bfloat16 towards zero; GPUs round to the nearest.
-* It has none of CUDA's libdevice functions, of which there is one here, rsqrt. Triton has a function of its own by that name,
-  which Liger takes on other devices, too.
-* It copies operands to the host and keeps them in reference cycles, which would be measured as memory of the step; operands are
-  on the host already.
+* It has none of CUDA's libdevice functions, of which there is one here, rsqrt. Triton has a function of its own by that
+  name, which Liger takes on other devices, too.
+* It copies operands to the host and keeps them in reference cycles, which would be measured as memory of the step;
+  operands are on the host already.
 """
 
 from __future__ import annotations

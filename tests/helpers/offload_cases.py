@@ -42,7 +42,8 @@ MODELS: dict[str, Callable[[], Made]] = {
     "layers": lambda: layers(4, 64, 64),
     "channels_last": lambda: convolutions(torch.channels_last),
     "default_layout": lambda: convolutions(torch.contiguous_format),
-    "bfloat16": lambda: (nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).bfloat16(), (torch.randn(64, 64).bfloat16(),)),
+    "bfloat16": lambda: (nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).bfloat16(), (torch.randn(64,
+    64).bfloat16(),)),
     "tokens": lambda: (Tokens(), (torch.randint(0, 50, (8, 16)),)),
 }  # fmt: skip
 

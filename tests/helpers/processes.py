@@ -26,7 +26,8 @@ from monet_like.plan.local_search import searcher
 from monet_like.profile import cache_state
 
 PROCESSES = 2
-#: What the fork server loads once for all processes of a run, so that each of them starts in a moment. None starts threads.
+#: What the fork server loads once for all processes of a run, so that each of them starts in a moment. None starts
+#: threads.
 LOADED = (
     "pytest",
     "torch.distributed.fsdp",
@@ -46,7 +47,9 @@ def together(
 
 
 def fork_server(*_: object) -> multiprocessing.context.ForkServerContext:
-    """The context whose processes are forked from the server that has loaded PyTorch: in the place of one that starts interpreters."""
+    """The context whose processes are forked from the server that has loaded PyTorch: in the place of one that starts
+    interpreters.
+    """
     _start_server()
     return mp.get_context("forkserver")  # type: ignore[no-any-return]
 
@@ -100,7 +103,9 @@ def _run_scripts(
 
 @functools.cache
 def _start_server() -> None:
-    """Start this process's fork server, which loads `LOADED`, and the package from this checkout whatever is installed."""
+    """Start this process's fork server, which loads `LOADED`, and the package from this checkout whatever
+    is installed.
+    """
     paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     mp.get_context("forkserver").set_forkserver_preload(list(LOADED))
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(paths)):

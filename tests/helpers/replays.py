@@ -32,7 +32,8 @@ def record_for(captured: Captured, schedule: Schedule, mode: str, example: zoo.B
     """A record as the compiler would make it, for any schedule."""
     model, args, kwargs = example
     return ScheduleRecord(
-        schedule, "test", tuple(map(input_spec, tensors((args, kwargs)))), mode, 1, captured.program.fingerprint, "cpu", {},
+        schedule, "test", tuple(map(input_spec, tensors((args, kwargs)))), mode, 1, captured.program.fingerprint,
+        "cpu", {},
         0, 0.0, 0, 0.0, "none", "made", layout=weights_layout(model),
     )  # fmt: skip
 

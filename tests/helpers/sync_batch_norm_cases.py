@@ -15,7 +15,9 @@ MODE = "inplace_multiway_newnode"
 
 
 class Net(nn.Module):
-    """Residual blocks of batch norms of every kind: averaged plainly, untracked and without affine, flat with a frozen weight."""
+    """Residual blocks of batch norms of every kind: averaged plainly, untracked and without affine, flat with a frozen
+    weight.
+    """
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""`compile_options`: plans within ``torch.compile``, against plain PyTorch, ``torch.compile`` alone and measured memory."""
+"""`compile_options`: plans within ``torch.compile``, against plain PyTorch, ``torch.compile`` alone and measured
+memory.
+"""
 
 from __future__ import annotations
 
@@ -218,7 +220,9 @@ def test_what_cannot_be_planned_is_refused_in_words() -> None:
 
 
 class Scaled(nn.Module):
-    """Rows times their product: the backward keeps few bytes of what is as large as its input, and read by nobody else."""
+    """Rows times their product: the backward keeps few bytes of what is as large as its input, and read by
+    nobody else.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -333,7 +337,10 @@ def test_equal_blocks_have_one_plan_for_a_budget_of_all_together() -> None:
 
 @pytest.mark.slow
 def test_plans_need_no_more_than_the_activation_memory_budget_of_torch_compile() -> None:
-    """The case of pytorch/pytorch#197838, in small: a layer of a decoder, at small budgets. Kernels do not change what is needed."""
+    """The case of pytorch/pytorch#197838, in small: a layer of a decoder, at small budgets.
+
+    Kernels do not change what is needed.
+    """
     torch.manual_seed(0)
     model, x = Loss(DecoderLayer(32)), torch.randn(4, 64, 32)
     others = []

@@ -1,4 +1,6 @@
-"""What Inductor fuses, and what its C++ backend puts into one function, stays within a plan's peak: counted by the byte."""
+"""What Inductor fuses, and what its C++ backend puts into one function, stays within a plan's peak: counted by the
+byte.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ SCALARS = 64
 
 
 class Rotations(nn.Module):
-    """Concatenations and softmaxes in a row: many kernels between two products, the results of which should not exist at once."""
+    """Concatenations and softmaxes in a row: many kernels between two products, the results of which should not exist
+    at once.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +102,9 @@ class Tied(nn.Module):
 
 
 class Attention(nn.Module):
-    """Queries, keys and values from one product: the gradient of its result joins three products, made one after the other."""
+    """Queries, keys and values from one product: the gradient of its result joins three products, made one after the
+    other.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +116,9 @@ class Attention(nn.Module):
 
 
 class Strided(nn.Module):
-    """A product of every second column, and a gradient that is one element, expanded: Inductor copies both for their products."""
+    """A product of every second column, and a gradient that is one element, expanded: Inductor copies both for their
+    products.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -426,5 +434,6 @@ def test_a_long_chain_of_elementwise_operators_is_written_now_and_then() -> None
     (graph,) = options["custom_partitioner_fn"].graphs
     tasks = graph.program.tasks
     written = [task.name for task in tasks if task.name.startswith("mul") and task.overwrites is None]
-    # The k-th product calls 2**(k + 1) - 2 operators: 510 are more than Inductor may call for one. The linear layer reads the last.
+    # The k-th product calls 2**(k + 1) - 2 operators: 510 are more than Inductor may call for one. The linear layer
+    # reads the last.
     assert written == ["mul_7", "mul_15", "mul_19"]

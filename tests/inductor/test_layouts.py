@@ -18,7 +18,10 @@ SCALARS = 64
 
 
 class Patches(nn.Module):
-    """A convolution of permuted images, as in ConvNeXt. Weights outweigh all else: the peak is when all gradients are there."""
+    """A convolution of permuted images, as in ConvNeXt.
+
+    Weights outweigh all else: the peak is when all gradients are there.
+    """
 
     def __init__(self) -> None:
         super().__init__()

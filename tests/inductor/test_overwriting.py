@@ -164,8 +164,8 @@ def test_a_plan_has_forward_kernels_in_place_wherever_nothing_reads_their_input_
     program = graph.program
     twins = {task.writes: p for p, task in enumerate(program.tasks) if task.overwrites is not None}
     assert twins
-    plain = {p: min(q for q, t in enumerate(program.tasks) if t.writes == program.tasks[p].writes and t.cost == program.tasks[p].cost)
-             for p in range(len(program.tasks))}  # fmt: skip
+    kinds = [(task.writes, task.cost) for task in program.tasks]
+    plain = {place: kinds.index(kind) for place, kind in enumerate(kinds)}
     before = Schedule(
         tuple(plain[p] for p in graph.schedule.forward),
         tuple(tuple(plain[p] for p in runs) for runs in graph.schedule.again),

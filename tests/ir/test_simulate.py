@@ -57,7 +57,8 @@ def bytes_of(schedule: Schedule) -> list[int]:
 
 
 def test_store_all_bytes_per_step() -> None:
-    # resident 110; ta: +40 and 7 workspace; tb: 40+30; tc: 40+30+5+2; bc: 40+30+5 (c) +5 (gc) +30+11; bb: 40+5+30+40; ba: 5+40+100+1
+    # resident 110; ta: +40 and 7 workspace; tb: 40+30; tc: 40+30+5+2; bc: 40+30+5 (c) +5 (gc) +30+11; bb: 40+5+30+40;
+    # ba: 5+40+100+1
     assert bytes_of(Schedule((0, 1, 3), ((), (), ()), (0, 0, 0))) == [157, 180, 187, 231, 225, 256]
 
 

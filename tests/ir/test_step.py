@@ -1,4 +1,6 @@
-"""Steps: bytes and seconds of choices against hand-counted ones, and against a ledger of all that is allocated and freed."""
+"""Steps: bytes and seconds of choices against hand-counted ones, and against a ledger of all that is allocated and
+freed.
+"""
 
 from __future__ import annotations
 

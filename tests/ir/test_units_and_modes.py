@@ -166,8 +166,8 @@ def test_unknown_words(mode: str, word: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_mode(mode)
     assert str(caught.value) == (
-        f"mode {mode!r} has an unknown word {word!r}; a mode is some of inplace, conv, multiway, newnode, normal joined "
-        "by '_', such as inplace_conv_multiway_newnode or normal; lossy caches are lowp16, lowp8 and dropit0.9; "
+        f"mode {mode!r} has an unknown word {word!r}; a mode is some of inplace, conv, multiway, newnode, normal "
+        "joined by '_', such as inplace_conv_multiway_newnode or normal; lossy caches are lowp16, lowp8 and dropit0.9; "
         "offload admits copies on the host, algorithms those of cuDNN; registered variants may have words of their own "
         "(here: none)"
     )

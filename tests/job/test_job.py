@@ -1,4 +1,6 @@
-"""A job and its plans: figures are the simulator's, tables have a row for each thing, and the plan trains as it says."""
+"""A job and its plans: figures are the simulator's, tables have a row for each thing, and the plan trains
+as it says.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +121,8 @@ def test_ten_percent_more_memory_saves_what_the_front_says() -> None:
     from monet_like.plan.budgets import Point, percent_per_tenth
 
     def point(budget: int, seconds: float | None) -> Point:
-        return Point(budget, None if seconds is None else SimpleNamespace(report=SimpleNamespace(seconds=seconds)))  # type: ignore[arg-type]
+        # type: ignore[arg-type]
+        return Point(budget, None if seconds is None else SimpleNamespace(report=SimpleNamespace(seconds=seconds)))
 
     found = percent_per_tenth([point(50, None), point(100, 10.0), point(200, 5.0), point(210, 4.0), point(220, 4.0)])
     assert found == (None, pytest.approx(5.0), pytest.approx(20.0), pytest.approx(0.0), None)
@@ -177,7 +180,8 @@ def test_a_real_step_stands_first_and_leaves_the_model_alone(tmp_path: Path) -> 
     """Its gradients, buffers and random numbers, too."""
     model = net()
     model(IMAGES).mean().backward()
-    held = [*(p.grad.clone() for p in model.parameters()), *(b.clone() for b in model.buffers())]  # type: ignore[union-attr]
+    # type: ignore[union-attr]
+    held = [*(p.grad.clone() for p in model.parameters()), *(b.clone() for b in model.buffers())]
     plan = monet_like.problem(model, IMAGES, device="roofline:cpu", mode="normal").plan("90%", strategy="heuristic")
     state = torch.get_rng_state()
     figures = plan.report(tmp_path / "s.html", front="off", live=True)
@@ -196,7 +200,9 @@ def test_a_real_step_stands_first_and_leaves_the_model_alone(tmp_path: Path) -> 
 
 
 def test_measured_costs_are_kept_and_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`problem` measures nothing; the first figure does; the second job finds it all in the cache, as `auto_schedule` does."""
+    """`problem` measures nothing; the first figure does; the second job finds it all in the cache, as `auto_schedule`
+    does.
+    """
     monkeypatch.setenv("MONET_LIKE_CACHE", str(tmp_path))
     model, rows = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), torch.randn(4, 8)
     first = monet_like.problem(model, rows, mode="normal")
@@ -213,7 +219,10 @@ def test_measured_costs_are_kept_and_measured_once(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.slow
 def test_a_quick_plan_and_then_a_full_one() -> None:
-    """The second measures all; a quick one after it has its costs. Workspaces once measured serve the next quick plan."""
+    """The second measures all; a quick one after it has its costs.
+
+    Workspaces once measured serve the next quick plan.
+    """
     job = monet_like.problem(net().train(), IMAGES, mode="inplace_multiway_newnode")
     job.request = replace(job.request, profile_batch=2)
     first = job.plan("70%", quick=True)

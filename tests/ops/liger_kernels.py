@@ -1,4 +1,6 @@
-"""Liger's kernels against their twins and PyTorch, by Triton's interpreter: `test_liger` runs this in a process of its own."""
+"""Liger's kernels against their twins and PyTorch, by Triton's interpreter: `test_liger` runs this in a process of its
+own.
+"""
 
 from __future__ import annotations
 
@@ -118,10 +120,13 @@ def test_empty_rows() -> None:
 @pytest.mark.parametrize(
     ("name", "args", "error", "words"),
     [
-        ("liger_swiglu", (torch.zeros(4), torch.zeros(3)), ValueError, r"one shape with rows of 1 to 65536 elements, got \[4\], \[3\]"),
-        ("liger_swiglu", (torch.zeros(4).double(),) * 2, TypeError, "float32, float16 or bfloat16, got float64, float64"),
+        ("liger_swiglu", (torch.zeros(4), torch.zeros(3)), ValueError,
+        r"one shape with rows of 1 to 65536 elements, got \[4\], \[3\]"),
+        ("liger_swiglu", (torch.zeros(4).double(),) * 2, TypeError,
+        "float32, float16 or bfloat16, got float64, float64"),
         ("liger_swiglu", (torch.zeros(1, 65537),) * 2, ValueError, r"got \[1, 65537\], \[1, 65537\]"),
-        ("liger_swiglu_backward_", (torch.zeros(4, 3), torch.zeros(3, 4).t(), torch.zeros(4, 3)), ValueError, "must be contiguous"),
+        ("liger_swiglu_backward_", (torch.zeros(4, 3), torch.zeros(3, 4).t(), torch.zeros(4, 3)), ValueError,
+        "must be contiguous"),
         (
             "liger_rms_norm_backward",
             (torch.zeros(2, 3), torch.zeros(2, 3), None, torch.ones(2, 1), torch.zeros(2, 3), False),

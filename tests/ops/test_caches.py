@@ -74,7 +74,8 @@ def test_all_of_equal_elements_are_the_first_ones(impl: Any) -> None:
     assert back.tolist() == [2.0, -1.0, 1.0, 0.0, 0.0, 0.0]
 
 
-#: Rows, columns and outs: rows that end inside blocks, several groups of rows, one column, tiles that are not full, nothing.
+#: Rows, columns and outs: rows that end inside blocks, several groups of rows, one column, tiles that are not full,
+#: nothing.
 PRODUCTS = [(37, 5, 9), (300, 1000, 70), (1, 7, 3), (2000, 1, 65), (1100, 33, 130), (0, 4, 3), (4, 0, 3), (4, 3, 0)]
 
 

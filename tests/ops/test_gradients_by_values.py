@@ -1,4 +1,6 @@
-"""Gradients of ``prod`` and ``index_fill``, whose formulas look at values, by schedules: those of plain PyTorch to the bit."""
+"""Gradients of ``prod`` and ``index_fill``, whose formulas look at values, by schedules: those of plain PyTorch to the
+bit.
+"""
 
 from __future__ import annotations
 

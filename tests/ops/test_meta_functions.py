@@ -145,7 +145,9 @@ def test_a_program_counts_what_folding_keeps() -> None:
 def test_least_squares_are_laid_out_as_the_operator_does(
     matrices: tuple[int, ...], right: tuple[int, ...], driver: str | None
 ) -> None:
-    """With two of LAPACK's drivers it depends on the matrices' ranks whether there are residuals, if rows outnumber columns."""
+    """With two of LAPACK's drivers it depends on the matrices' ranks whether there are residuals, if rows outnumber
+    columns.
+    """
     register()
     args = torch.rand(matrices), torch.rand(right)
     with FakeTensorMode() as fake:

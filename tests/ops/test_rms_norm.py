@@ -26,7 +26,8 @@ TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 1.2e-2, 
 EPS = 1e-5
 
 
-#: Shape and how many dimensions a row has: odd, empty, one element, more than one flush of the sums, several dimensions.
+#: Shape and how many dimensions a row has: odd, empty, one element, more than one flush of the sums, several
+#: dimensions.
 SHAPES = [((3, 5, 17), 1), ((2, 3, 4), 2), ((7,), 1), ((1, 1), 1), ((0, 4), 1), ((150, 33), 1), ((2, 4099), 1)]
 
 

@@ -1,4 +1,6 @@
-"""SyncBatchNorm in real processes: as batch norm over all their batches at once, and as itself unscheduled, to the bit."""
+"""SyncBatchNorm in real processes: as batch norm over all their batches at once, and as itself unscheduled,
+to the bit.
+"""
 
 from __future__ import annotations
 

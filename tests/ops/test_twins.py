@@ -102,7 +102,9 @@ def within(record: ScheduleRecord, budget_bytes: int) -> ScheduleRecord:
 
 @pytest.fixture(name="record")
 def _record() -> ScheduleRecord:
-    """Of a schedule that keeps bits and bytes instead of floats, at datasheet rates, so that nothing has a workspace."""
+    """Of a schedule that keeps bits and bytes instead of floats, at datasheet rates, so that nothing has
+    a workspace.
+    """
     return compile_schedule(request_of(), lambda peak: int(0.86 * peak), CPU, profile=DEVICES["cpu"]).record
 
 
@@ -116,7 +118,9 @@ def test_a_schedule_whose_twins_exceed_its_budget_is_refused(
     assert needed > record.peak_bytes
     assert exceeds(within(record, needed), captured, "it", CPU) == ""
     reason = exceeds(within(record, needed - 1), captured, "it", CPU)
-    assert reason.startswith("this schedule needs the compiled kernels of monet_like: with the plain-torch twins, which run here on cpu, ")  # fmt: skip
+    assert reason.startswith(
+        "this schedule needs the compiled kernels of monet_like: with the plain-torch twins, which run here on cpu, "
+    )
     assert f"({needed} bytes), more than its budget" in reason and "monet_like.build" in reason
     with pytest.raises(ScheduleFileError, match="needs the compiled kernels"):
         monet_like.ScheduleWrapper(request_of().model, within(record, needed - 1))

@@ -37,7 +37,9 @@ def small(seed: int) -> Small:
 
 @functools.cache
 def random_bounded(seed: int) -> tuple[Step, Relaxations, list[Small], int, float]:
-    """Two or three blocks of one or two kinds with short menus; their programs, a budget, and the fewest seconds that fit."""
+    """Two or three blocks of one or two kinds with short menus; their programs, a budget, and the fewest seconds that
+    fit.
+    """
     rng = random.Random(seed)
     kinds = [small(rng.randint(0, 10**6)) for _ in range(rng.randint(1, 2))]
     of = [rng.choice(kinds) for _ in range(rng.randint(2, 3))]

@@ -65,7 +65,8 @@ def test_points_of_a_chain_by_hand() -> None:
     anew = point_of(program, Schedule((0, 1, 2), ((), (0, 1), ()), (0, 0, 0)), costs)
     assert anew.carried_bytes == 0
     assert [program.values[v].name for v in anew.shared] == ["x", "v2"]
-    # v2 and the tangent are freed by the first gradient, then v0 and v1 are made anew and the second gradient is written.
+    # v2 and the tangent are freed by the first gradient, then v0 and v1 are made anew and the second gradient is
+    # written.
     assert anew.backward_peak_bytes == max(1000, sizes["v0"] + sizes["v1"] + 1000 - sizes["v2"])
     assert anew.seconds == pytest.approx(kept.seconds + costs["f0"].seconds + costs["f1"].seconds)
 
@@ -175,7 +176,9 @@ def test_what_fits_does_not_depend_on_measured_seconds(seed: int, monkeypatch: p
 
 @pytest.mark.parametrize("limit", [0.0, 4.0, 9.0])
 def test_a_menu_ends_with_its_time(limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that goes on by a second with each search of a menu: four come first, and nothing begins after the limit."""
+    """By a clock that goes on by a second with each search of a menu: four come first, and nothing begins after the
+    limit.
+    """
     program, costs = network(4)
     asked: list[dict[str, Any]] = []
 

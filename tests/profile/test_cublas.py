@@ -1,4 +1,6 @@
-"""What cuBLAS keeps counts where a program multiplies on a GPU; tests/without_gpu/test_fake_gpu.py compares it with the allocator."""
+"""What cuBLAS keeps counts where a program multiplies on a GPU; tests/without_gpu/test_fake_gpu.py compares it with the
+allocator.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,9 @@ def test_without_cudnn_convolutions_are_products(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_variant_may_multiply() -> None:
-    """Convolutions by columns are offered: cuBLAS's workspaces count for a schedule that takes them, and for no other."""
+    """Convolutions by columns are offered: cuBLAS's workspaces count for a schedule that takes them, and
+    for no other.
+    """
     asked = dataclasses.replace(request(net()), mode="conv", strategy="heuristic")
     ready = prepare(asked, CPU, profile=card("h100"))
     assert (ready.extra_bytes, ready.cublas_bytes, ready.variants_cublas_bytes) == (0, 0, ON_HOPPER)

@@ -1,4 +1,6 @@
-"""Costs from datasheet rates: which rate an operator has, and the workspaces that convolutions are estimated to need."""
+"""Costs from datasheet rates: which rate an operator has, and the workspaces that convolutions are
+estimated to need.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +102,8 @@ DATA = 4 * BATCH * CHANNELS * SIDE * SIDE
     [
         # read and written, all of it once more with channels last
         ({}, 2 * DATA + 4 * CHANNELS**2 * 9, 2 * DATA + 4 * CHANNELS**2 * 9, 2 * DATA + 4 * CHANNELS**2 * 9),
-        ({"stride": 2}, DATA * 5 // 4 + 4 * CHANNELS**2 * 9, DATA * 5 // 4 + 4 * CHANNELS**2 * 9, DATA * 5 // 4 + 4 * CHANNELS**2 * 9),
+        ({"stride": 2}, DATA * 5 // 4 + 4 * CHANNELS**2 * 9, DATA * 5 // 4 + 4 * CHANNELS**2 * 9,
+        DATA * 5 // 4 + 4 * CHANNELS**2 * 9),
         ({"groups": 4}, 2 * DATA + CHANNELS**2 * 9, 2 * DATA + CHANNELS**2 * 9, 2 * DATA + CHANNELS**2 * 9),
         ({"groups": CHANNELS}, 0, 0, 0),
         ({"channels_last": True}, 0, 0, 4 * CHANNELS**2 * 9),
@@ -117,7 +120,11 @@ def test_workspaces_of_convolutions(options: dict[str, Any], forward: int, for_i
         what = str(call.args[-1]) if "backward" in call.op else "forward"
         found["aten" if task.variant == "aten" else "other"][what] = costs[task.cost].workspace_bytes
         assert on_a_cpu[task.cost].workspace_bytes == 0
-    assert found["aten"] == {"forward": forward, str([True, False, False]): for_input, str([False, True, False]): for_weight}  # fmt: skip
+    assert found["aten"] == {
+        "forward": forward,
+        str([True, False, False]): for_input,
+        str([False, True, False]): for_weight,
+    }
 
 
 def test_no_workspace_is_taken_to_be_larger_than_the_limit() -> None:

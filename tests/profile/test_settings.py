@@ -35,8 +35,14 @@ def _put_back() -> Iterator[None]:
     """PyTorch's own settings as they were."""
     cudnn, matmul, mkldnn = torch.backends.cudnn, torch.backends.cuda.matmul, torch.backends.mkldnn
     precisions = [(part, part.fp32_precision) for part in (cudnn.conv, cudnn.rnn, matmul, mkldnn.conv, mkldnn.matmul)]
-    others = [(cudnn, name, getattr(cudnn, name)) for name in ("enabled", "benchmark", "benchmark_limit", "deterministic")]  # fmt: skip
-    reduced = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction", "allow_fp16_accumulation")  # fmt: skip
+    others = [
+        (cudnn, name, getattr(cudnn, name)) for name in ("enabled", "benchmark", "benchmark_limit", "deterministic")
+    ]
+    reduced = (
+        "allow_fp16_reduced_precision_reduction",
+        "allow_bf16_reduced_precision_reduction",
+        "allow_fp16_accumulation",
+    )
     others += [(matmul, name, getattr(matmul, name)) for name in reduced]
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     yield
@@ -64,7 +70,8 @@ CHANGES: dict[str, tuple[torch.device, Callable[[], Any], str]] = {
         "float32 convolutions, float32 recurrent layers",
     ),
     "TF32 of matrix products": (CUDA, set_to(MATMUL, "allow_tf32", True), "float32 matrix products"),
-    "TF32 of convolutions by the new name": (CUDA, set_to(CUDNN.conv, "fp32_precision", "ieee"), "float32 convolutions"),
+    "TF32 of convolutions by the new name": (CUDA, set_to(CUDNN.conv, "fp32_precision", "ieee"),
+    "float32 convolutions"),
     "TF32 of recurrent layers": (CUDA, set_to(CUDNN.rnn, "fp32_precision", "ieee"), "float32 recurrent layers"),
     "cuDNN off": (CUDA, set_to(CUDNN, "enabled", False), "cudnn.enabled"),
     "benchmark": (CUDA, set_to(CUDNN, "benchmark", True), "cudnn.benchmark"),
@@ -82,11 +89,13 @@ CHANGES: dict[str, tuple[torch.device, Callable[[], Any], str]] = {
         "filled uninitialized memory",
     ),
     "float16 reductions": (CUDA, set_to(MATMUL, "allow_fp16_reduced_precision_reduction", False), "float16 reductions"),
-    "bfloat16 reductions": (CUDA, set_to(MATMUL, "allow_bf16_reduced_precision_reduction", False), "bfloat16 reductions"),
+    "bfloat16 reductions": (CUDA, set_to(MATMUL, "allow_bf16_reduced_precision_reduction", False),
+    "bfloat16 reductions"),
     "float16 accumulation": (CUDA, set_to(MATMUL, "allow_fp16_accumulation", True), "float16 accumulation"),
     "flash attention": (CUDA, lambda: torch.backends.cuda.enable_flash_sdp(False), "attention"),
     "threads": (CPU, lambda: torch.set_num_threads(torch.get_num_threads() + 1), "threads"),
-    "oneDNN's convolutions": (CPU, set_to(torch.backends.mkldnn.conv, "fp32_precision", "bf16"), "float32 convolutions"),
+    "oneDNN's convolutions": (CPU, set_to(torch.backends.mkldnn.conv, "fp32_precision", "bf16"),
+    "float32 convolutions"),
     "oneDNN deterministic": (CPU, set_to(torch.backends.mkldnn, "deterministic", True), "oneDNN deterministic"),
 }  # fmt: skip
 

@@ -45,7 +45,9 @@ def test_attention_of_grouped_heads_is_counted(kind: str, monkeypatch: pytest.Mo
 
 
 class _Kinds(nn.Module):
-    """Operators of many kinds, each alone in its task: grouped and transposed convolutions, norms, poolings, attention, dropout."""
+    """Operators of many kinds, each alone in its task: grouped and transposed convolutions, norms, poolings, attention,
+    dropout.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -117,7 +117,9 @@ def test_blocks_of_adapters_train_and_save_as_without(tmp_path: Path) -> None:
 
 
 def test_blocks_are_trained_without_a_cache() -> None:
-    """Of keys and values, which is another object in every step; afterwards, also after a training that failed, it is on again."""
+    """Of keys and values, which is another object in every step; afterwards, also after a training that failed, it is
+    on again.
+    """
     model, _ = llama()
     layers = model.base_model.model.model.layers
     before, model.config.use_cache = list(layers), True

@@ -119,7 +119,9 @@ def test_imagenet_trains_as_without_a_schedule(
 
 @pytest.mark.slow
 def test_two_processes_train(tmp_path: Path, image_folder: Path) -> None:
-    """Every example for several processes, in one pair of them; ImageNet's as without a schedule, with SyncBatchNorm."""
+    """Every example for several processes, in one pair of them; ImageNet's as without a schedule, with
+    SyncBatchNorm.
+    """
     schedule = solve(tmp_path, 8, "--processes", "2", convert="monet_like.convert_sync_batchnorm")
     plain = ["imagenet.py", str(image_folder), *SMALL, "--epochs", "1", "--sync-bn"]
     runs = [

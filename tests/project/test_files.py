@@ -591,7 +591,8 @@ def test_another_profile_version(tmp_path: Path, version: Any) -> None:
     with pytest.raises(ScheduleFileError) as caught:
         Profile.load(path)
     assert str(caught.value) == (
-        f"{path} is a profile of format version {version}, this package reads 1 and 2; give another, or, if it was one, delete it to measure again"
+        f"{path} is a profile of format version {version}, this package reads 1 and 2; give another, or, if it was "
+        "one, delete it to measure again"
     )
 
 

@@ -36,7 +36,8 @@ def test_the_order_names_every_box() -> None:
     ("module", "line", "fault"),
     [
         ("ir/program.py", "from ..compiler import pipeline", "ir.program imports compiler.pipeline"),
-        ("profile/measure.py", "def late():\n    from ..replay.wrapper import ScheduleWrapper", "profile.measure imports replay.wrapper"),
+        ("profile/measure.py", "def late():\n    from ..replay.wrapper import ScheduleWrapper",
+        "profile.measure imports replay.wrapper"),
         ("capture/constants.py", "import monet_like.cli.solve", "capture.constants imports cli.solve"),
         ("capture/captured.py", "from .lower.step import capture", "circle: capture.captured"),
         ("plan/analysis.py", "import torch", "plan.analysis imports torch"),

@@ -28,7 +28,9 @@ transformers, state, huggingface = map(
 
 @pytest.fixture(autouse=True)
 def _own_environment() -> Iterator[None]:
-    """`TrainingArguments(torch_compile=True)` tells Accelerate of it, by the environment and by the state of the process."""
+    """`TrainingArguments(torch_compile=True)` tells Accelerate of it, by the environment and by the state of the
+    process.
+    """
     before = dict(os.environ)
     yield
     for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:

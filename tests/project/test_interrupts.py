@@ -36,7 +36,8 @@ SCRIPT = """
 import atexit, os, signal, sys, threading, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs in the background
 import torch, highspy
-import monet_like.cli.solve, monet_like.solvers.processes, monet_like.plan.ilp.search, monet_like.profile.profiler, monet_like.capture.lower.step
+import monet_like.cli.solve, monet_like.solvers.processes, monet_like.plan.ilp.search, monet_like.profile.profiler
+import monet_like.capture.lower.step
 import monet_like.compiler.pipeline, monet_like.compiler.problem, monet_like.files
 from monet_like import __main__ as entry
 sys.argv = ["solve.py", *sys.argv[2:]]
@@ -139,7 +140,8 @@ def test_at_every_moment_of_a_solve(tmp_path: Path) -> None:
         written = folder / "mine.pkl"
         if written.exists():
             ScheduleRecord.load(written)
-        # A solve with its costs at hand can be done before any of the later moments; the solver ends with its best plan.
+        # A solve with its costs at hand can be done before any of the later moments; the solver ends with its best
+        # plan.
         if name == "the solver" or name.startswith("after"):
             assert code in (0, 130, -signal.SIGINT), (name, code, errors)
         else:

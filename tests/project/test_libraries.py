@@ -1,4 +1,6 @@
-"""Loops of libraries as their users write them: three steps of an optimizer, equal to plain PyTorch's to the bit, or refused in words."""
+"""Loops of libraries as their users write them: three steps of an optimizer, equal to plain PyTorch's to the bit, or
+refused in words.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +112,8 @@ def test_labels_of_speech_are_selected(padded: bool) -> None:
     """Wav2vec 2.0's CTC loss selects labels by a mask, and has their counts in tensors."""
     transformers = pytest.importorskip("transformers")
     config = transformers.Wav2Vec2Config(
-        vocab_size=12, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, conv_dim=(16, 16),
+        vocab_size=12, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, conv_dim=(16,
+        16),
         conv_stride=(5, 2), conv_kernel=(10, 3), num_feat_extract_layers=2, num_conv_pos_embeddings=16,
         num_conv_pos_embedding_groups=2, apply_spec_augment=False, layerdrop=0.0, ctc_loss_reduction="mean",
     )  # fmt: skip
@@ -168,7 +171,8 @@ def test_an_adjoint_that_looks_at_values_is_refused() -> None:
         AnySchedule(Solved())(torch.randn(5, 3))
 
 
-# Layers that set what a schedule cannot set ----------------------------------------------------------------------------
+# Layers that set what a schedule cannot set
+# ----------------------------------------------------------------------------
 
 
 def spiking() -> nn.Module:

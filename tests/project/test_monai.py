@@ -29,9 +29,11 @@ def test_a_net_of_monai_is_trained_exactly(kind: str) -> None:
     nets = imported()
     torch.manual_seed(0)
     model: nn.Module = (
-        nets.SegResNet(spatial_dims=3, init_filters=8, in_channels=1, out_channels=2, blocks_down=(1, 2, 2), blocks_up=(1, 1))
+        nets.SegResNet(spatial_dims=3, init_filters=8, in_channels=1, out_channels=2, blocks_down=(1, 2, 2),
+            blocks_up=(1, 1))
         if kind == "SegResNet"
-        else nets.UNet(spatial_dims=3, in_channels=1, out_channels=2, channels=(8, 16, 32), strides=(2, 2), num_res_units=2)
+        else nets.UNet(spatial_dims=3, in_channels=1, out_channels=2, channels=(8, 16, 32), strides=(2, 2),
+            num_res_units=2)
     )  # fmt: skip
     example = (model.train(), (torch.randn(1, 1, 16, 16, 16),), {})
     captured = admitted(capture(*example), "inplace_multiway_newnode")

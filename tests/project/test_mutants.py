@@ -1,4 +1,6 @@
-"""The list of planted faults is whole and true: each text is there once, each part of a key and each check has a fault; some are planted."""
+"""The list of planted faults is whole and true: each text is there once, each part of a key and each check has a fault;
+some are planted.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Damaged schedule and profile files: one clear error, or a step that is plain PyTorch's to the bit; and the net itself."""
+"""Damaged schedule and profile files: one clear error, or a step that is plain PyTorch's to the bit; and the net
+itself.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Small models drawn from a grammar leave what plain PyTorch leaves, in the memory that was predicted, or are refused."""
+"""Small models drawn from a grammar leave what plain PyTorch leaves, in the memory that was predicted, or
+are refused.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Models of Transformers, diffusers and timm as people train them: a schedule's steps are plain PyTorch's, bit by bit.
 
-Each row is a small model of a config. Its batches differ in what depends on values: padding, routing to experts, diffusion
-steps, masks. docs/training_scripts.md has the table of these models.
+Each row is a small model of a config. Its batches differ in what depends on values: padding, routing to experts,
+diffusion steps, masks. docs/training_scripts.md has the table of these models.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ ROWS = {
     ),
     "T5": Row(
         _of_transformers(
-            "T5ForConditionalGeneration", "T5Config", vocab_size=WORDS, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4,
+            "T5ForConditionalGeneration", "T5Config", vocab_size=WORDS, d_model=32, d_kv=8, d_ff=64, num_layers=1,
+            num_heads=4,
             decoder_start_token_id=0,
         ), lambda step: {**_padded(step), "use_cache": False},
     ),
@@ -122,7 +123,8 @@ ROWS = {
     "ModernBERT": Row(
         _of_transformers(
             "ModernBertForMaskedLM", "ModernBertConfig", vocab_size=WORDS, hidden_size=32, intermediate_size=64,
-            num_hidden_layers=2, num_attention_heads=4, local_attention=16, global_attn_every_n_layers=2, mlp_dropout=0.1,
+            num_hidden_layers=2, num_attention_heads=4, local_attention=16, global_attn_every_n_layers=2,
+            mlp_dropout=0.1,
             pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2,
         ), _padded,
     ),
@@ -135,7 +137,8 @@ ROWS = {
     ),
     "Swin": Row(
         _of_transformers(
-            "SwinForImageClassification", "SwinConfig", image_size=32, patch_size=2, embed_dim=16, depths=[2], num_heads=[2],
+            "SwinForImageClassification", "SwinConfig", image_size=32, patch_size=2, embed_dim=16, depths=[2],
+            num_heads=[2],
             window_size=4, drop_path_rate=0.3,
         ), lambda step: {"pixel_values": _noise(step, 3, 32, 32), "labels": torch.tensor([0, 1])},
     ),
@@ -151,16 +154,19 @@ ROWS = {
             up_block_types=("CrossAttnUpBlock2D",), attention_head_dim=8, addition_embed_type="text_time",
             addition_time_embed_dim=8, projection_class_embeddings_input_dim=64, use_linear_projection=True,
         ), lambda step: {
-            "sample": _noise(step, 4, 16, 16), "timestep": _whole(step, 1000), "encoder_hidden_states": _noise(step, 7, 24),
+            "sample": _noise(step, 4, 16, 16), "timestep": _whole(step, 1000), "encoder_hidden_states": _noise(step, 7,
+            24),
             "added_cond_kwargs": {"text_embeds": _noise(step, 16), "time_ids": _whole(step, 512, 6).float()},
         }, "diffusers",
     ),
     "Flux": Row(
         _of_diffusers(
-            "FluxTransformer2DModel", patch_size=1, in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16,
+            "FluxTransformer2DModel", patch_size=1, in_channels=16, num_layers=1, num_single_layers=1,
+            attention_head_dim=16,
             num_attention_heads=2, joint_attention_dim=24, pooled_projection_dim=16, axes_dims_rope=(4, 4, 8),
         ), lambda step: {
-            "hidden_states": _noise(step, 16, 16), "timestep": _whole(step, 1000) / 1000, "encoder_hidden_states": _noise(step, 7, 24),
+            "hidden_states": _noise(step, 16, 16), "timestep": _whole(step, 1000) / 1000,
+            "encoder_hidden_states": _noise(step, 7, 24),
             "pooled_projections": _noise(step, 16), "txt_ids": torch.zeros(7, 3), "img_ids": torch.ones(16, 3),
         }, "diffusers",
     ),
@@ -172,7 +178,8 @@ ROWS = {
     "EfficientNet": _of_timm("test_efficientnet", drop_path_rate=0.3, drop_rate=0.2),
     "MaxViT": _of_timm("maxvit_rmlp_pico_rw_256", img_size=64, drop_path_rate=0.2, depths=(1, 1), embed_dim=(32, 64)),
     "SwinV2": _of_timm(
-        "swinv2_tiny_window8_256", img_size=64, window_size=4, depths=(2,), embed_dim=16, num_heads=(2,), drop_path_rate=0.3
+        "swinv2_tiny_window8_256", img_size=64, window_size=4, depths=(2,), embed_dim=16, num_heads=(2,),
+        drop_path_rate=0.3
     ),
 }  # fmt: skip
 

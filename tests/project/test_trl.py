@@ -1,4 +1,6 @@
-"""TRL's trainers by their own defaults, with a memory budget: batches grow, and weights and logs are plain PyTorch's to the bit."""
+"""TRL's trainers by their own defaults, with a memory budget: batches grow, and weights and logs are plain PyTorch's to
+the bit.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,8 @@ def rows(*columns: str, count: int = 12) -> Any:
 
 def settings(folder: Path, **others: Any) -> dict[str, Any]:
     return dict(
-        output_dir=str(folder), per_device_train_batch_size=4, max_steps=3, learning_rate=1e-3, logging_steps=1, report_to=[],
+        output_dir=str(folder), per_device_train_batch_size=4, max_steps=3, learning_rate=1e-3, logging_steps=1,
+        report_to=[],
         save_strategy="no", disable_tqdm=True, use_cpu=True, bf16=False, gradient_checkpointing=False, **others,
     )  # fmt: skip
 
@@ -119,7 +122,9 @@ def grpo(folder: Path) -> Any:
 
 
 def trained(make: Callable[[Path], Any], folder: Path, blocks: bool | None) -> tuple[Any, Any, MemoryBudget | None]:
-    """Weights and log after three steps; ``blocks``: of a budget for the blocks, or for the whole model; None: without."""
+    """Weights and log after three steps; ``blocks``: of a budget for the blocks, or for the whole model;
+    None: without.
+    """
     trainer, budget = make(folder), None
     if blocks is not None:
         layers = next(part.layers for part in trainer.model.modules() if hasattr(part, "layers"))

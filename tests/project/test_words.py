@@ -18,7 +18,9 @@ END = re.compile(r"(?<=[.!?:])\)?\s+")
 
 
 def sentences(markdown: str) -> Iterator[str]:
-    """The sentences of all paragraphs and lists, without tables and code blocks; code inside a line counts as one word."""
+    """The sentences of all paragraphs and lists, without tables and code blocks; code inside a line counts
+    as one word.
+    """
     inside_table = False
     for token in MarkdownIt("commonmark").enable("table").parse(markdown):
         if token.type in ("table_open", "table_close"):

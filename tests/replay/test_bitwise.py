@@ -1,7 +1,7 @@
 """Where a trace easily rounds otherwise than plain PyTorch: autocast, noise in the backward, shared weights, layouts.
 
-Each row trains two steps by schedules that keep everything and that keep next to nothing, in two modes, and is compared with
-plain PyTorch bit by bit.
+Each row trains two steps by schedules that keep everything and that keep next to nothing, in two modes, and is compared
+with plain PyTorch bit by bit.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def trained(model: nn.Module, args: tuple[torch.Tensor, ...], autocast: str = ""
             results = tensors(model(*args))
         weights = torch.Generator().manual_seed(9)
         trained_ones = [t for t in results if t.requires_grad]
-        sum((t.float() * torch.randn(t.shape, generator=weights)).sum() for t in trained_ones).backward()  # type: ignore
+        # type: ignore
+        sum((t.float() * torch.randn(t.shape, generator=weights)).sum() for t in trained_ones).backward()
         found |= {f"{step} result {i}": t.detach().clone() for i, t in enumerate(results)}
         found |= {f"{step} gradient of input {i}": t.grad for i, t in enumerate(args)}
         found |= {f"{step} gradient of {n}": p.grad for n, p in model.named_parameters()}

@@ -1,4 +1,6 @@
-"""Calls of one model that differ in more than shapes: its modules, which inputs are one, classes of inputs, surroundings."""
+"""Calls of one model that differ in more than shapes: its modules, which inputs are one, classes of inputs,
+surroundings.
+"""
 
 from __future__ import annotations
 

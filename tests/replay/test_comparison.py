@@ -162,7 +162,8 @@ def test_no_rounding_excuses_a_plainly_wrong_gradient(rounding: float) -> None:
 
 @pytest.mark.parametrize(
     ("variant", "error", "right"),
-    [("winograd_nonfused", 3e-4, True), ("fft_tiling", 3e-4, True), ("fft", 3e-3, False), ("implicit_gemm", 3e-4, False)],
+    [("winograd_nonfused", 3e-4, True), ("fft_tiling", 3e-4, True), ("fft", 3e-3, False), ("implicit_gemm", 3e-4,
+    False)],
 )  # fmt: skip
 def test_convolutions_by_transforms_may_lose_a_digit_more(variant: str, error: float, right: bool) -> None:
     model, example, mine, _ = kinds()

@@ -1,4 +1,6 @@
-"""What a forward sets and no call can set again: it is refused when it is captured, or the call is plain PyTorch's, to the bit."""
+"""What a forward sets and no call can set again: it is refused when it is captured, or the call is plain PyTorch's, to
+the bit.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from monet_like.errors import CaptureError
 
 
 class Body(nn.Module):
-    """Has a norm and a dropout, so that a forward which is computed twice is seen; ``sets`` is called with its input and result."""
+    """Has a norm and a dropout, so that a forward which is computed twice is seen; ``sets`` is called with its input
+    and result.
+    """
 
     def __init__(self, sets: Callable[..., Any]) -> None:
         super().__init__()
@@ -251,7 +255,9 @@ def told(name: str, wrapped: bool) -> tuple[list[Any], list[str]]:
 
 @pytest.mark.parametrize("name", SOMETIMES)
 def test_what_a_call_cannot_set_again_is_plain_pytorchs_to_do(name: str) -> None:
-    """Nothing is computed twice: the norm's statistics, the masks and what is set are plain PyTorch's, as are its errors."""
+    """Nothing is computed twice: the norm's statistics, the masks and what is set are plain PyTorch's, as are its
+    errors.
+    """
     plain, _ = told(name, wrapped=False)
     ours, warned = told(name, wrapped=True)
     assert any(isinstance(note, str) for note in plain) is SOMETIMES[name][2]

@@ -1,4 +1,6 @@
-"""Results that other results are made from: a schedule knows only the part of their gradient that comes from outside."""
+"""Results that other results are made from: a schedule knows only the part of their gradient that comes
+from outside.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def test_the_whole_gradient_of_an_inner_result_is_refused(use: Callable[..., Non
 
 
 class Engine:
-    """As DeepSpeed's: it has hooks on all results, which prepare something at the first and scale gradients if it is told to."""
+    """As DeepSpeed's: it has hooks on all results, which prepare something at the first and scale gradients if it is
+    told to.
+    """
 
     def __init__(self, scale: float | None) -> None:
         self.scale, self.prepared = scale, 0

@@ -150,7 +150,9 @@ def test_memory_that_two_inputs_share_is_not_changed() -> None:
 
 
 def test_token_ids_given_twice_are_not_changed() -> None:
-    """As FSMT's labels, of which it makes the decoder's input: one capture is for both calls, with one tensor and with two."""
+    """As FSMT's labels, of which it makes the decoder's input: one capture is for both calls, with one tensor and with
+    two.
+    """
 
     def forward(_: Net, layer: nn.Module, x: torch.Tensor, ids: torch.Tensor, labels: torch.Tensor) -> Any:
         labels.masked_fill_(labels == -100, 0)

@@ -1,4 +1,6 @@
-"""Results that do not lie in rows: their gradients come in rows or as the results lie, and sums of them have plain PyTorch's bits."""
+"""Results that do not lie in rows: their gradients come in rows or as the results lie, and sums of them have plain
+PyTorch's bits.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ TURNED: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 class _Scaled(nn.Module):
-    """A factor, whose gradient is one sum over all elements; the gradients of parameter and input are ready in different order."""
+    """A factor, whose gradient is one sum over all elements; the gradients of parameter and input are ready in
+    different order.
+    """
 
     def __init__(self, turned: Callable[[torch.Tensor], Any]) -> None:
         super().__init__()

@@ -122,10 +122,11 @@ def test_a_head_of_another_size_is_refused(record: ScheduleRecord) -> None:
             Net(classes=200_000).train(), replace(record, versions={"torch": "2.1.0"}, device="roofline:cpu")
         )
     assert str(caught.value) == (
-        "this schedule does not match the model: it was planned for net with 4 parameters in 1.2 KB and 9 operators in its "
-        "backward, Net has 4 parameters in 6.9 MB and 9 operators in its backward; use the model that it was planned for, with "
-        "the same frozen parameters, train/eval flags, precision, inputs that are one tensor, and versions (planned with torch "
-        f"2.1.0 for roofline:cpu; this is torch {torch.__version__}), or plan again with monet-like solve"
+        "this schedule does not match the model: it was planned for net with 4 parameters in 1.2 KB and 9 operators in "
+        "its backward, Net has 4 parameters in 6.9 MB and 9 operators in its backward; use the model that it was "
+        "planned for, with the same frozen parameters, train/eval flags, precision, inputs that are one tensor, and "
+        f"versions (planned with torch 2.1.0 for roofline:cpu; this is torch {torch.__version__}), or plan again with "
+        "monet-like solve"
     )
 
 

@@ -17,7 +17,9 @@ from monet_like.errors import CaptureError, UsageError
 
 
 class Branches(nn.Module):
-    """A forward that cannot be captured with a number below zero: it draws from generators, looks at a value, and changes a buffer."""
+    """A forward that cannot be captured with a number below zero: it draws from generators, looks at a value, and
+    changes a buffer.
+    """
 
     def __init__(self) -> None:
         super().__init__()

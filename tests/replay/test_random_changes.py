@@ -1,4 +1,6 @@
-"""A model that is changed at random between its calls: what a user sees is what plain PyTorch does, in every order of changes."""
+"""A model that is changed at random between its calls: what a user sees is what plain PyTorch does, in every order of
+changes.
+"""
 
 from __future__ import annotations
 

@@ -62,7 +62,10 @@ SMALL = ["activations", "decoder", "tied", "unet", "vit_b_16"]
 @pytest.mark.slow(but=["tied"])
 @pytest.mark.parametrize("net", [name for name in zoo.ROOMY if name not in ("resnet18", "resnet50")], indirect=True)
 def test_planned_schedules_are_exact_and_fit(net: Net) -> None:
-    """At 35 % of the store-all peak, or as near as a search comes to that; bit-equal without `conv`. Small ones at 60 and 100 %, too."""
+    """At 35 % of the store-all peak, or as near as a search comes to that; bit-equal without `conv`.
+
+    Small ones at 60 and 100 %, too.
+    """
     for mode in ("normal", EXACT) if net.name in SMALL else (EXACT,):
         captured = admitted(net.raw, mode)
         program = captured.program
@@ -202,7 +205,9 @@ class _Called(TorchDispatchMode):
 
 
 def test_bindings_call_the_operators_they_stand_for() -> None:
-    """Python functions in the place of overloads: the same overload with the same arguments, scalars and empty lists too."""
+    """Python functions in the place of overloads: the same overload with the same arguments, scalars and empty lists
+    too.
+    """
     x, v, image, filters = torch.randn(4, 4), torch.randn(4), torch.randn(1, 2, 5, 5), torch.randn(2, 2, 3, 3)
     samples: dict[str, list[tuple[Any, ...]]] = {
         "_log_softmax.default": [(x, 1, False)],

@@ -1,4 +1,6 @@
-"""Sizes that depend on values of tensors that are not learned: plain PyTorch's steps, to the bit, whatever the sizes are."""
+"""Sizes that depend on values of tensors that are not learned: plain PyTorch's steps, to the bit, whatever the sizes
+are.
+"""
 
 from __future__ import annotations
 
@@ -122,7 +124,8 @@ def spoken(m: Body, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
 
 
 ALL = [
-    masked, selected, numbered, counted_alone, backward_alone, grouped, repeated, one_of, written, drawn, in_place, checkpointed,
+    masked, selected, numbered, counted_alone, backward_alone, grouped, repeated, one_of, written, drawn, in_place,
+    checkpointed,
     warned_of, spoken,
 ]  # fmt: skip
 

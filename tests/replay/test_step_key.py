@@ -1,4 +1,6 @@
-"""Every part of a step's key: two calls that differ in nothing else are two programs, and a step of one computes the other wrongly."""
+"""Every part of a step's key: two calls that differ in nothing else are two programs, and a step of one computes the
+other wrongly.
+"""
 
 from __future__ import annotations
 

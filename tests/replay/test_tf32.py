@@ -1,4 +1,5 @@
-"""Steps that compute in TF32: their differences are tolerated where TF32 can be in play, and planted faults still found.
+"""Steps that compute in TF32: their differences are tolerated where TF32 can be in play, and planted faults still
+found.
 
 There is no TF32 on a CPU: convolutions and products here round their float32 inputs to its 11 significant bits.
 """
@@ -26,7 +27,9 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 class InTF32(TorchDispatchMode):
-    """Rounds what convolutions read; with ``shift``, after a change in float32's last places, as another order of sums makes."""
+    """Rounds what convolutions read; with ``shift``, after a change in float32's last places, as another order of sums
+    makes.
+    """
 
     def __init__(self, shift: int = 0) -> None:
         super().__init__()

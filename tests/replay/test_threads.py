@@ -17,7 +17,9 @@ from monet_like.capture.lower.step import capture
 
 
 class Net(nn.Module):
-    """Reads an attribute, and has a part that runs under PyTorch's own checkpointing, which sets the generator's state."""
+    """Reads an attribute, and has a part that runs under PyTorch's own checkpointing, which sets the
+    generator's state.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""Values beside tensors in an argument that the forward does not take need no capture; those that it takes in any way do."""
+"""Values beside tensors in an argument that the forward does not take need no capture; those that it takes in any way
+do.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,8 @@ def given(kind: str, x: torch.Tensor, scale: float, name: str) -> Any:
     content = {"x": x, "scale": scale, "name": name}
     made: dict[str, Callable[[], Any]] = {
         "dataclass": lambda: Batch(**content), "slots": lambda: Slotted(**content), "stored": lambda: Stored(**content),
-        "dict": lambda: content, "encoded": lambda: Encoded(content), "nested": lambda: {"a": [Batch(**content)], "x": x},
+        "dict": lambda: content, "encoded": lambda: Encoded(content), "nested": lambda: {"a": [Batch(**content)],
+        "x": x},
         "list": lambda: [Batch(**content)],
     }  # fmt: skip
     return made[kind]()

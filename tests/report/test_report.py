@@ -359,8 +359,8 @@ def test_a_quiet_command_says_nothing(folder: Path) -> None:
 def test_what_a_file_names_is_not_run_unseen(folder: Path) -> None:
     result = run("report", "net.pkl", exit_code=2)
     assert result.stderr == (
-        "error: the schedule is of 'net.py:make_model', and what a file names is not run unseen; if that is your model, "
-        "say so: --model MODEL, such as --model path/to/file.py:make_model\n"
+        "error: the schedule is of 'net.py:make_model', and what a file names is not run unseen; if that is your "
+        "model, say so: --model MODEL, such as --model path/to/file.py:make_model\n"
     )
     assert not Path("net.html").exists()
 

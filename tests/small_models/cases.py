@@ -21,7 +21,8 @@ from .grammar import KINDS, Arguments, Text, UnfitError, Value
 MOST_ELEMENTS = 6000
 #: Functions of torch that make a tensor on the CPU unless they are told where.
 MAKERS = frozenset((
-    "arange", "as_tensor", "empty", "eye", "linspace", "ones", "rand", "randint", "randn", "randperm", "tensor", "zeros",
+    "arange", "as_tensor", "empty", "eye", "linspace", "ones", "rand", "randint", "randn", "randperm", "tensor",
+    "zeros",
 ))  # fmt: skip
 
 

@@ -14,7 +14,8 @@ BUDGETS = ("plain", "70%", "45%", "smallest", "random")
 MODES = ("normal", "inplace_multiway_newnode", "inplace_conv_multiway_newnode")
 #: What a trainer does around the model; `judging.train` says how.
 BEHAVIOURS = (
-    *["ordinary"] * 6, "accumulate", "optimizer_in_backward", "two_forwards", "two_backwards", "retain_graph", "eval_between",
+    *["ordinary"] * 6, "accumulate", "optimizer_in_backward", "two_forwards", "two_backwards", "retain_graph",
+    "eval_between",
     "deepcopy", "fewer_samples", "autograd_grad",
 )  # fmt: skip
 

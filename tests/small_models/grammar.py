@@ -41,7 +41,9 @@ class Value:
 
 
 class Arguments:
-    """Arguments by name; those that are not given are drawn, or take their default where there is nothing to draw with."""
+    """Arguments by name; those that are not given are drawn, or take their default where there is nothing
+    to draw with.
+    """
 
     def __init__(self, given: Mapping[str, Any], rng: Random | None = None) -> None:
         self.given, self.rng = given, rng
@@ -324,7 +326,10 @@ def recurrent(a: Arguments, x: Value) -> Text:
     need(x.is_float and x.dim == 3 and x.shape[1] <= 6)
     name = a.pick("net", "RNN", "GRU", "GRU", "LSTM")
     layers = a.pick("layers", 1, 2)
-    options = f"num_layers={layers}, batch_first={a.pick('batch_first', True, False)}, bidirectional={a.pick('both', False, True)}"
+    options = (
+        f"num_layers={layers}, batch_first={a.pick('batch_first', True, False)}, "
+        f"bidirectional={a.pick('both', False, True)}"
+    )
     if layers > 1 and a.seldom("dropout", 0.4):
         options += ", dropout=0.5"
     take = a.pick("take", "[0]", "[0]", "state")
@@ -534,7 +539,8 @@ def resize(a: Arguments, x: Value) -> Text:
     need(x.is_float and x.dim == 4)
     options = (
         "F.interpolate({x}, scale_factor=2)", "F.interpolate({x}, size=(3, 3), mode='bilinear')",
-        "F.interpolate({x}, scale_factor=2, mode='bicubic', align_corners=True)", "F.interpolate({x}, scale_factor=2, mode='area')",
+        "F.interpolate({x}, scale_factor=2, mode='bicubic', align_corners=True)",
+        "F.interpolate({x}, scale_factor=2, mode='area')",
         "F.pixel_unshuffle({x}, 2)", "F.pixel_shuffle({x}, 2)", "F.unfold({x}, 2)", "F.channel_shuffle({x}, 2)",
         "F.grid_sample({x}, torch.zeros({n}, 2, 2, 2) + 0.3, align_corners=False)",
     )  # fmt: skip
@@ -552,18 +558,27 @@ def pad(a: Arguments, x: Value) -> Text:
 
 VIEWS = (
     "{x}.transpose(0, -1)", "{x}.transpose(1, -1)", "{x}.permute({reverse})", "{x}.flatten(1)", "{x}.reshape({n}, -1)",
-    "{x}.unsqueeze(1)", "{x}.unsqueeze(-1)", "{x}.squeeze()", "{x}.squeeze(1)", "{x}.squeeze(-1)", "{x}[..., ::2]", "{x}[1:]",
+    "{x}.unsqueeze(1)", "{x}.unsqueeze(-1)", "{x}.squeeze()", "{x}.squeeze(1)", "{x}.squeeze(-1)", "{x}[..., ::2]",
+    "{x}[1:]",
     "{x}[:, :1]", "{x}[:, -1]", "{x}[..., 0]", "{x}[:1]", "{x}.narrow(0, 0, 1)", "{x}.select(1, 0)",
-    "{x}.unsqueeze(1).expand(-1, 2, {ones})", "{x}[:1].expand_as({x})", "{x}.movedim(0, -1)", "{x}.diagonal(dim1=0, dim2=-1)",
-    "{x}.unfold(-1, 1, 1)", "{x}.view(-1)", "{x}.view({n}, 1, -1)", "{x}.mT", "{x}.expand({n}, {ones})", "{x}.view_as({x})",
-    "{x}.contiguous()", "{x}.as_strided([2], [1])", "{x}.T", "{x}.flatten(0, 1)", "{x}.unflatten(-1, (-1, 1))", "{x}[None]",
-    "{x}.swapaxes(0, 1)", "{x}[..., None, :]", "{x}.real", "{x}.squeeze().unsqueeze(0)", "{x}.broadcast_to([2, {shape}])",
+    "{x}.unsqueeze(1).expand(-1, 2, {ones})", "{x}[:1].expand_as({x})", "{x}.movedim(0, -1)",
+    "{x}.diagonal(dim1=0, dim2=-1)",
+    "{x}.unfold(-1, 1, 1)", "{x}.view(-1)", "{x}.view({n}, 1, -1)", "{x}.mT", "{x}.expand({n}, {ones})",
+    "{x}.view_as({x})",
+    "{x}.contiguous()", "{x}.as_strided([2], [1])", "{x}.T", "{x}.flatten(0, 1)", "{x}.unflatten(-1, (-1, 1))",
+    "{x}[None]",
+    "{x}.swapaxes(0, 1)", "{x}[..., None, :]", "{x}.real", "{x}.squeeze().unsqueeze(0)",
+    "{x}.broadcast_to([2, {shape}])",
 )  # fmt: skip
 COPIES = (
-    "{x}.clone()", "{x}.repeat(2, {ones})", "{x}.repeat_interleave(2, 0)", "{x}.flip(-1)", "{x}.roll(1, 0)", "{x}[[0, 0]]",
-    "{x}.index_select(0, torch.arange({n}))", "{x}[torch.arange({n}) % 2]", "{x}.tril()", "{x}.triu(1)", "{x}.rot90(1, [0, 1])",
-    "{x}.contiguous(memory_format=torch.channels_last)", "{x}.to(memory_format=torch.channels_last)", "{x}.transpose(0, 1).contiguous()",
-    "{x}.gather(-1, {x}.argsort(-1))", "{x}.take_along_dim({x}.argmax(-1, keepdim=True), -1)", "{x}.bfloat16().float()", "{x}.double().float()",
+    "{x}.clone()", "{x}.repeat(2, {ones})", "{x}.repeat_interleave(2, 0)", "{x}.flip(-1)", "{x}.roll(1, 0)",
+    "{x}[[0, 0]]",
+    "{x}.index_select(0, torch.arange({n}))", "{x}[torch.arange({n}) % 2]", "{x}.tril()", "{x}.triu(1)",
+    "{x}.rot90(1, [0, 1])",
+    "{x}.contiguous(memory_format=torch.channels_last)", "{x}.to(memory_format=torch.channels_last)",
+    "{x}.transpose(0, 1).contiguous()",
+    "{x}.gather(-1, {x}.argsort(-1))", "{x}.take_along_dim({x}.argmax(-1, keepdim=True), -1)",
+    "{x}.bfloat16().float()", "{x}.double().float()",
     "{x}.masked_fill({x} > 0.5, 0.25)", "torch.where({x} > 0, {x}, 0.1 * {x})", "{x}[{x}.argmax(0)[0].flatten()[:1]]",
     "{x}.take(torch.tensor([0]))", "{x}.new_zeros(2, 2) + {x}.mean()", "{x}.detach() + 0.5 * {x}", "{x} * {x}.detach()",
 )  # fmt: skip
@@ -596,7 +611,8 @@ def parts_(a: Arguments, x: Value) -> Text:
     need(x.shape[dim] >= 2)
     rest = x.shape[dim] - 1
     options = (
-        f"{x}.chunk(2, {dim})[:2]", f"{x}.split([1, {rest}], {dim})", f"{x}.unbind({dim})[:2]", f"{x}.tensor_split(2, {dim})",
+        f"{x}.chunk(2, {dim})[:2]", f"{x}.split([1, {rest}], {dim})", f"{x}.unbind({dim})[:2]",
+        f"{x}.tensor_split(2, {dim})",
         f"{x}.unbind({dim})[-2:]", f"{x}.split(1, {dim})[:2]",
     )  # fmt: skip
     return Text((f"{{out}}a, {{out}}b = {options[a.pick('how', *range(len(options)))]}",), outs=("a", "b"))
@@ -606,7 +622,8 @@ def parts_(a: Arguments, x: Value) -> Text:
 def joined(a: Arguments, x: Value, y: Value) -> Text:
     need(x.dtype == y.dtype and x.dim == y.dim >= 1)
     options = (
-        "torch.cat([{x}, {y}], 1)", "torch.cat([{x}, {y}], 0)", "torch.cat([{x}, {y}, {x}], -1)", "torch.stack([{x}, {y}])",
+        "torch.cat([{x}, {y}], 1)", "torch.cat([{x}, {y}], 0)", "torch.cat([{x}, {y}, {x}], -1)",
+        "torch.stack([{x}, {y}])",
         "torch.stack([{x}, {y}], -1)", "torch.hstack(({x}, {y}))", "torch.block_diag({x}, {y})",
     )  # fmt: skip
     return line(a.pick("expression", *options).format(x=x, y=y))
@@ -619,10 +636,14 @@ def joined(a: Arguments, x: Value, y: Value) -> Text:
 def binary(a: Arguments, x: Value, y: Value) -> Text:
     need(x.is_float and y.is_float)
     options = (
-        "{x} + {y}", "{x} * {y}", "{x} - {y}", "{x} / ({y}.abs() + 1)", "torch.maximum({x}, {y})", "torch.minimum({x}, {y})",
-        "torch.add({x}, {y}, alpha=0.5)", "torch.lerp({x}, {y}, 0.3)", "{x} + {y}", "{x} * {y}.sigmoid()", "torch.where({x} > {y}, {x}, {y})",
-        "torch.atan2({x}, {y} + 2)", "torch.addcdiv({x}, {x}, {y}.abs() + 1)", "F.smooth_l1_loss({x}, {y}, reduction='none')", "F.mse_loss({x}, {y})",
-        "torch.logaddexp({x}, {y})", "torch.hypot({x}, {y} + 1)", "torch.cosine_similarity({x}, {y}, -1)", "torch.cdist({x}, {y})",
+        "{x} + {y}", "{x} * {y}", "{x} - {y}", "{x} / ({y}.abs() + 1)", "torch.maximum({x}, {y})",
+        "torch.minimum({x}, {y})",
+        "torch.add({x}, {y}, alpha=0.5)", "torch.lerp({x}, {y}, 0.3)", "{x} + {y}", "{x} * {y}.sigmoid()",
+        "torch.where({x} > {y}, {x}, {y})",
+        "torch.atan2({x}, {y} + 2)", "torch.addcdiv({x}, {x}, {y}.abs() + 1)",
+        "F.smooth_l1_loss({x}, {y}, reduction='none')", "F.mse_loss({x}, {y})",
+        "torch.logaddexp({x}, {y})", "torch.hypot({x}, {y} + 1)", "torch.cosine_similarity({x}, {y}, -1)",
+        "torch.cdist({x}, {y})",
     )  # fmt: skip
     return line(a.pick("expression", *options).format(x=x, y=y))
 
@@ -631,25 +652,36 @@ def binary(a: Arguments, x: Value, y: Value) -> Text:
 def product(a: Arguments, x: Value, y: Value) -> Text:
     need(x.is_float and y.is_float and x.dim >= 2 and y.dim >= 2)
     options = (
-        "{x} @ {y}.transpose(-1, -2)", "{x} @ {y}", "torch.einsum('i...,i...->i', {x}, {y})", "torch.einsum('...i,...i->...', {x}, {y})",
+        "{x} @ {y}.transpose(-1, -2)", "{x} @ {y}", "torch.einsum('i...,i...->i', {x}, {y})",
+        "torch.einsum('...i,...i->...', {x}, {y})",
         "{x}.transpose(-1, -2) @ {y}", "torch.tensordot({x}, {y}, 1)", "torch.baddbmm({x}, {x}, {y}.transpose(1, 2))",
     )  # fmt: skip
     return line(a.pick("expression", *options).format(x=x, y=y))
 
 
 UNARY = (
-    "2 * {x}", "{x} + 1", "{x}.exp()", "{x}.abs()", "{x}.square()", "({x}.abs() + 0.1).sqrt()", "{x}.sin()", "({x}.abs() + 1).log()",
-    "{x} ** 3", "{x}.clamp(-0.5, 0.5)", "{x}.clamp(min=0)", "({x}.abs() + 1).rsqrt()", "-{x}", "1 / (1 + {x}.exp())", "{x}.sign() * {x}", "{x}.round() + {x}",
-    "{x}.cumsum(-1)", "{x}.cumprod(1)", "{x}.erf()", "{x}.expm1()", "{x}.sort(-1)[0]", "{x}.softmax(1)", "{x} - {x}.mean(1, keepdim=True)",
-    "{x} / {x}.norm(dim=-1, keepdim=True).clamp_min(0.1)", "{x} - {x}.amax(-1, keepdim=True)", "{x}.nan_to_num()", "({x}.abs() + 0.5).pow(0.5)",
-    "{x} % 0.7", "{x} * {x}", "{x} + {x}.sum(0, keepdim=True)", "{x}.logcumsumexp(1)", "{x}.type_as({x})", "{x}.cos() * torch.pi", "2 ** {x}",
-    "{x} * torch.arange({last})", "{x} + torch.linspace(0, 1, {last})", "{x} * torch.ones({last}).tril()", "{x} @ torch.eye({last})",
-    "{x} * torch.tensor(0.5)", "{x} + {x}.std(-1, keepdim=True, unbiased=False)", "{x}.float()", "torch.special.expit({x})", "torch.sinc({x})",
+    "2 * {x}", "{x} + 1", "{x}.exp()", "{x}.abs()", "{x}.square()", "({x}.abs() + 0.1).sqrt()", "{x}.sin()",
+    "({x}.abs() + 1).log()",
+    "{x} ** 3", "{x}.clamp(-0.5, 0.5)", "{x}.clamp(min=0)", "({x}.abs() + 1).rsqrt()", "-{x}", "1 / (1 + {x}.exp())",
+    "{x}.sign() * {x}", "{x}.round() + {x}",
+    "{x}.cumsum(-1)", "{x}.cumprod(1)", "{x}.erf()", "{x}.expm1()", "{x}.sort(-1)[0]", "{x}.softmax(1)",
+    "{x} - {x}.mean(1, keepdim=True)",
+    "{x} / {x}.norm(dim=-1, keepdim=True).clamp_min(0.1)", "{x} - {x}.amax(-1, keepdim=True)", "{x}.nan_to_num()",
+    "({x}.abs() + 0.5).pow(0.5)",
+    "{x} % 0.7", "{x} * {x}", "{x} + {x}.sum(0, keepdim=True)", "{x}.logcumsumexp(1)", "{x}.type_as({x})",
+    "{x}.cos() * torch.pi", "2 ** {x}",
+    "{x} * torch.arange({last})", "{x} + torch.linspace(0, 1, {last})", "{x} * torch.ones({last}).tril()",
+    "{x} @ torch.eye({last})",
+    "{x} * torch.tensor(0.5)", "{x} + {x}.std(-1, keepdim=True, unbiased=False)", "{x}.float()",
+    "torch.special.expit({x})", "torch.sinc({x})",
 )  # fmt: skip
 REDUCTIONS = (
-    "{x}.mean(-1)", "{x}.sum(1)", "{x}.mean()", "{x}.sum(0)", "{x}.amax(-1)", "{x}.max(1)[0]", "{x}.max()", "{x}.logsumexp(-1)", "{x}.var(1, unbiased=False)",
-    "{x}.norm(dim=1)", "{x}.mean((0, -1))", "{x}.prod(-1)", "{x}.median(-1)[0]", "{x}.topk(1, -1)[0]", "{x}.min(-1, keepdim=True)[0]", "{x}.std()", "{x}.norm()",
-    "{x}.amin((0, 1))", "{x}.sum(-1, keepdim=True)", "{x}.kthvalue(1, -1)[0]", "{x}.abs().mean(1, keepdim=True)", "torch.var_mean({x}, 1)[1]",
+    "{x}.mean(-1)", "{x}.sum(1)", "{x}.mean()", "{x}.sum(0)", "{x}.amax(-1)", "{x}.max(1)[0]", "{x}.max()",
+    "{x}.logsumexp(-1)", "{x}.var(1, unbiased=False)",
+    "{x}.norm(dim=1)", "{x}.mean((0, -1))", "{x}.prod(-1)", "{x}.median(-1)[0]", "{x}.topk(1, -1)[0]",
+    "{x}.min(-1, keepdim=True)[0]", "{x}.std()", "{x}.norm()",
+    "{x}.amin((0, 1))", "{x}.sum(-1, keepdim=True)", "{x}.kthvalue(1, -1)[0]", "{x}.abs().mean(1, keepdim=True)",
+    "torch.var_mean({x}, 1)[1]",
 )  # fmt: skip
 
 
@@ -688,10 +720,14 @@ def written(a: Arguments, x: Value) -> Text:
     """A copy, or the tensor itself, that is written into."""
     need(x.is_float and x.dim >= 2)
     statements = (
-        "{o} += 1", "{o} *= 2", "{o}[0] = 0", "{o}[:, 0] += {o}[:, -1].clone()", "{o}.mul_({o}.detach().sigmoid())", "{o}.clamp_(-1, 1)",
-        "{o}.add_({o}.mean())", "{o}[{o} > 1] = 0.5", "{o}.masked_fill_({o} > 0.5, 0)", "{o}.index_add_(0, torch.zeros(1, dtype=torch.long), {o}[:1].clone())",
-        "{o}[..., -1].mul_(3)", "{o}.zero_()", "{o}[torch.arange(1)] = {o}[:1] * 2", "{o}.copy_({o}.flip(-1))", "{o}.transpose(0, 1)[0].add_(1)", "{o}.tanh_()",
-        "{o}.sub_(0.5).div_(2)", "{o}.view(-1)[::2].neg_()", "{o}.normal_()", "{o}.fill_(0.5)", "F.dropout({o}, 0.5, inplace=True)", "{o}.exp_()",
+        "{o} += 1", "{o} *= 2", "{o}[0] = 0", "{o}[:, 0] += {o}[:, -1].clone()", "{o}.mul_({o}.detach().sigmoid())",
+        "{o}.clamp_(-1, 1)",
+        "{o}.add_({o}.mean())", "{o}[{o} > 1] = 0.5", "{o}.masked_fill_({o} > 0.5, 0)",
+        "{o}.index_add_(0, torch.zeros(1, dtype=torch.long), {o}[:1].clone())",
+        "{o}[..., -1].mul_(3)", "{o}.zero_()", "{o}[torch.arange(1)] = {o}[:1] * 2", "{o}.copy_({o}.flip(-1))",
+        "{o}.transpose(0, 1)[0].add_(1)", "{o}.tanh_()",
+        "{o}.sub_(0.5).div_(2)", "{o}.view(-1)[::2].neg_()", "{o}.normal_()", "{o}.fill_(0.5)",
+        "F.dropout({o}, 0.5, inplace=True)", "{o}.exp_()",
     )  # fmt: skip
     begin = a.pick("of", "{x}.clone()", "{x} * 1", "{x} + 0.5", "{x}", "{x}.clone()[:]", "torch.zeros_like({x}) + {x}")
     statement = a.pick("statement", *statements)
@@ -746,7 +782,8 @@ def buffered(a: Arguments, x: Value) -> Text:
     start = f"self.register_buffer('{{out}}_b', torch.zeros({x.shape[-1]}))"
     mean = f"{x}.detach().flatten(0, -2).mean(0)"
     updates = (
-        f"self.{{out}}_b.mul_(0.9).add_({mean}, alpha=0.1)", f"self.{{out}}_b.copy_({mean})", "self.{out}_b += 1", "self.{out}_b[0] += 1",
+        f"self.{{out}}_b.mul_(0.9).add_({mean}, alpha=0.1)", f"self.{{out}}_b.copy_({mean})", "self.{out}_b += 1",
+        "self.{out}_b[0] += 1",
         f"self.{{out}}_b = 0.9 * self.{{out}}_b + {mean}",
     )  # fmt: skip
     update, use = a.pick("update", *updates[:4], *updates), f"{{out}} = {x} - self.{{out}}_b"

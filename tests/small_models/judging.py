@@ -126,7 +126,9 @@ def _judged(case: Case, change: Change | None) -> Verdict:
 
 
 def plainly(case: Case) -> tuple[dict[str, Any], Exception | None, str]:
-    """What plain PyTorch's training leaves, how it fails where a schedule has to fail as well, and why a case is no use."""
+    """What plain PyTorch's training leaves, how it fails where a schedule has to fail as well, and why a case is no
+    use.
+    """
     try:
         left = train(case, case.model())
     except Exception as error:
@@ -151,9 +153,9 @@ def _unless_plain_differs(case: Case, plain: dict[str, Any], verdict: Verdict) -
 class _BatchNormInOneLayout(TorchDispatchMode):
     """Batch norm's gradient is made from an input and a gradient in rows.
 
-    PyTorch's own on a CPU takes one that is only channels-last and one that is only in rows to lie alike where extents of 1
-    hide it, as in x of strides (1, 1, 2, 4) and a gradient of strides (4, 2, 1, 1), both 1 x 2 x 2 x 1, and gives other
-    numbers (seen with PyTorch 2.14).
+    PyTorch's own on a CPU takes one that is only channels-last and one that is only in rows to lie alike where extents
+    of 1 hide it, as in x of strides (1, 1, 2, 4) and a gradient of strides (4, 2, 1, 1), both 1 x 2 x 2 x 1, and gives
+    other numbers (seen with PyTorch 2.14).
     """
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -188,7 +190,8 @@ def planned(case: Case) -> tuple[ScheduleRecord, Captured]:
     report = simulate(captured.program, schedule, costs)
     record = ScheduleRecord(
         schedule, "small model", tuple(input_spec(t) for t in _tensors(example)), case.mode, report.peak_bytes,
-        captured.program.fingerprint, case.device, {}, report.peak_bytes, report.seconds, plain_bytes, 0.0, "heuristic", "feasible",
+        captured.program.fingerprint, case.device, {}, report.peak_bytes, report.seconds, plain_bytes, 0.0,
+        "heuristic", "feasible",
         autocast=case.autocast, layout=weights_layout(model), made_last=captured.made_last,
     )  # fmt: skip
     return record, captured

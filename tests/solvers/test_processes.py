@@ -1,4 +1,6 @@
-"""The solvers' processes: one serves solve after solve; none outlives its use or its parent, and none is believed twice."""
+"""The solvers' processes: one serves solve after solve; none outlives its use or its parent, and none is believed
+twice.
+"""
 
 from __future__ import annotations
 

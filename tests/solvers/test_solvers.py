@@ -38,7 +38,9 @@ def mixed_problem(seed: int) -> MatrixProgram:
 @pytest.mark.slow(but=["HIGHS", "CBC"])
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_every_solver_finds_the_optimum_of_mixed_programs(solver: str) -> None:
-    """Also with columns between 0 and 1, equalities and a constant in the objective: the first program's best has two such columns."""
+    """Also with columns between 0 and 1, equalities and a constant in the objective: the first program's best has two
+    such columns.
+    """
     for seed in range(4 if solver == "HIGHS" else 2):  # most solvers take seconds to start
         problem = mixed_problem(seed)
         wanted = milp(

@@ -1,6 +1,7 @@
 """cuDNN's convolution algorithms and the kinds of attention: what is offered, and what is refused.
 
-Without a GPU: captured as on one, and run on the CPU by the twins. What a GPU makes of them: tests/gpu/test_algorithms_cuda.py.
+Without a GPU: captured as on one, and run on the CPU by the twins. What a GPU makes of them:
+tests/gpu/test_algorithms_cuda.py.
 """
 
 from __future__ import annotations
@@ -279,7 +280,8 @@ def test_a_slot_that_cannot_be_done_is_named() -> None:
 def test_a_schedule_by_algorithms_from_a_recorded_profile(tmp_path: Path) -> None:
     """An algorithm that was measured to be faster is taken; by datasheet rates none is."""
     (tmp_path / "net.py").write_text(
-        "from torch import nn\n\ndef net():\n    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))\n"
+        "from torch import nn\n\ndef net():\n    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, "
+        "3))\n"
     )
     model, store, out = f"{tmp_path / 'net.py'}:net", tmp_path / "recorded.json", tmp_path / "plan.pkl"
     layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))

@@ -44,7 +44,9 @@ FULL = "inplace_conv_multiway_newnode"
 
 
 def with_ways(captured: Captured, variant: str, *others: str) -> Schedule:
-    """Plain PyTorch's schedule, but for the slots that have a way of this name, or of others, and what makes their caches."""
+    """Plain PyTorch's schedule, but for the slots that have a way of this name, or of others, and what makes their
+    caches.
+    """
     program = captured.program
     wanted = (*others, variant)
     ways = tuple(next((k for name in wanted for k, w in enumerate(ws) if w.variant == name), 0) for ws in program.slots)
@@ -400,8 +402,9 @@ def test_end_to_end(kind: str, share: float, word: str) -> None:
     assert lossy > 0 and max(differences.values()) > 0
     weights = {f"gradient {name}.weight" for name, layer in made[0].named_modules() if type(layer).__name__ in LAYERS}
     if "lowp" in word:
-        # ReLU's signs, made again from batch norm's input in 8 bits, flip within half a unit (about 1.6 % of a deviation)
-        # of zero: 0.3 % of them, each wholly wrong, so 6 % of a gradient's norm, and that in up to three layers.
+        # ReLU's signs, made again from batch norm's input in 8 bits, flip within half a unit (about 1.6 % of a
+        # deviation) of zero: 0.3 % of them, each wholly wrong, so 6 % of a gradient's norm, and that in up to three
+        # layers.
         assert max(d for key, d in differences.items() if "dropit" not in word or key not in weights) <= 0.25
     else:
         assert {key for key, d in differences.items() if d} <= weights

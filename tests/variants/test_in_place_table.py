@@ -1,4 +1,6 @@
-"""Every operator in place gives the bits of the operator whose place it takes, in all dtypes, layouts and kinds of operands."""
+"""Every operator in place gives the bits of the operator whose place it takes, in all dtypes, layouts and kinds of
+operands.
+"""
 
 from __future__ import annotations
 

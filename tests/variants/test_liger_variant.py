@@ -204,7 +204,9 @@ def test_where_liger_is_missing_twins_run(example: Built, offered: Captured, of_
 @pytest.mark.slow(but=["bfloat16"])
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "autocast"])
 def test_both_kinds_of_norm_in_16_bits(kind: str) -> None:
-    """PyTorch's and Hugging Face's, which rounds the rows; under autocast three of the four have results of their input's dtype."""
+    """PyTorch's and Hugging Face's, which rounds the rows; under autocast three of the four have results of their
+    input's dtype.
+    """
     model, args, kwargs = decoder(rows=6, width=8)
     if kind == "bfloat16":
         model, args = model.bfloat16(), tuple(each.bfloat16() for each in args)
@@ -242,8 +244,8 @@ def test_twins_that_exceed_the_budget_are_refused(example: Built, offered: Captu
     )
     ScheduleWrapper(model, record, example=(args, kwargs), captured=offered)
     words = (
-        r"this schedule needs Liger's kernels \(liger-kernel 0\.8\.5\): with the plain-torch twins, which run here on cpu.*"
-        r"more than its budget.*pip install 'monet_like\[liger\]'.*plan here"
+        r"this schedule needs Liger's kernels \(liger-kernel 0\.8\.5\): with the plain-torch twins, which run here "
+        r"on cpu.*more than its budget.*pip install 'monet_like\[liger\]'.*plan here"
     )
     with pytest.raises(ScheduleFileError, match=words):
         ScheduleWrapper(model, replace(record, budget_bytes=needed - 1), example=(args, kwargs), captured=offered)

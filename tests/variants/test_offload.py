@@ -169,8 +169,8 @@ def test_no_room_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MonetError) as caught:
         offload.send(torch.zeros(1024))
     assert str(caught.value) == (
-        f"a copy on the host needs a file of 4.0 KB in {tempfile.gettempdir()}: No space left on device; set TMPDIR to a "
-        "folder with more room, or plan without the mode word offload"
+        f"a copy on the host needs a file of 4.0 KB in {tempfile.gettempdir()}: No space left on device; set TMPDIR to "
+        "a folder with more room, or plan without the mode word offload"
     )
 
 

@@ -132,9 +132,12 @@ def test_a_word_of_its_own_admits_it_and_nothing_else_does() -> None:
 @pytest.mark.parametrize(
     ("register", "words"),
     [
-        (lambda: register_variant(offering(), name="relu"), r"there is a variant 'relu' already, in this package; give another"),
-        (lambda: register_variant(offering(), before="inplace"), r"no variant 'inplace' to stand before; there are: copy_slices, conc.*end"),
-        (lambda: register_variant(lambda: None, name="two"), r"must be a function of one argument, the editor: too many"),
+        (lambda: register_variant(offering(), name="relu"),
+        r"there is a variant 'relu' already, in this package; give another"),
+        (lambda: register_variant(offering(), before="inplace"),
+        r"no variant 'inplace' to stand before; there are: copy_slices, conc.*end"),
+        (lambda: register_variant(lambda: None, name="two"),
+        r"must be a function of one argument, the editor: too many"),
         (lambda: register_variant(lambda editor, other: None, name="two"), "two must be a function of one argument"),
         (lambda: register_variant(offering(), name="a.b"), r"letters, digits and _ only, 'a\.b' has others"),
         (lambda: register_variant(offering(), lossy=True), "is lossy, and so needs a mode word of its own"),

@@ -24,7 +24,9 @@ from monet_like.variants import admitted
 
 
 def variant_schedule(captured: Captured) -> Schedule:
-    """Store-all with every norm fused, forward and backward, and its result made again before each slot that reads it."""
+    """Store-all with every norm fused, forward and backward, and its result made again before each slot
+    that reads it.
+    """
     program = captured.program
     kept = store_all(program)
     fused = [p for p, task in enumerate(program.tasks) if task.variant == "rms_norm.train"]

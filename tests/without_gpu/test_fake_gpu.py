@@ -83,7 +83,9 @@ OF_CUBLASLT = (0,) if release() > (2, 11) else (0, 2**20)
 
 
 def assert_predicted(found: dict[str, Any]) -> None:
-    """Predictions round every tensor up to 512 bytes; the allocator's own figure also has what it does not split off."""
+    """Predictions round every tensor up to 512 bytes; the allocator's own figure also has what it does
+    not split off.
+    """
     assert 0.98 * found["predicted"] < found["asked"] <= found["predicted"], found
     assert 0.98 * found["plain predicted"] < found["plain asked"] <= found["plain predicted"], found
     assert found["predicted"] <= 0.8 * found["plain predicted"], found
@@ -112,7 +114,9 @@ def test_the_allocator_sees_what_is_predicted_of_other_models(ask: Ask) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("resnet18", marks=needs_kernels), "large decoder"])
 def test_a_budget_has_room_for_what_cublas_keeps(ask: Ask, name: str) -> None:
-    """By default, 32 MiB for each of two threads or for a product: all that is allocated, from nothing on, was predicted."""
+    """By default, 32 MiB for each of two threads or for a product: all that is allocated, from nothing on, was
+    predicted.
+    """
     (found,) = ask(f"whole:{name}")
     assert found["cublas"] - default_bytes(9) in OF_CUBLASLT, found
     assert 0.98 * found["predicted"] < found["asked"] <= found["predicted"], found

@@ -316,7 +316,12 @@ def test_verify_finds_what_does_not_hold(tmp_path: Path, chain: Entry) -> None:
 
 @pytest.mark.slow
 def test_a_replayed_schedule_of_a_build(tmp_path: Path, chain: Entry, monkeypatch: pytest.MonkeyPatch) -> None:
-    build(tmp_path / "zoo", entries=[dataclasses.replace(chain, budgets=("0.41",))], profiles=["a100", "cpu"], evaluations=100)  # fmt: skip
+    build(
+        tmp_path / "zoo",
+        entries=[dataclasses.replace(chain, budgets=("0.41",))],
+        profiles=["a100", "cpu"],
+        evaluations=100,
+    )
     monkeypatch.setenv("MONET_LIKE_ZOO", str(tmp_path / "zoo"))
     name = Registry.load(tmp_path / "zoo").schedules[0].name
     model = build_model(chain.model).module

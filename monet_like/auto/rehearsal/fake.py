@@ -1,7 +1,7 @@
 """Counts the memory of a training step on fake tensors: nothing is computed, and no tensor of the model changes.
 
-Each storage that an operator makes counts from then until nobody holds it any more. What an operator takes while it runs is measured
-once, on tensors like its arguments: its workspaces and the order in which it makes its results.
+Each storage that an operator makes counts from then until nobody holds it any more. What an operator takes while it
+runs is measured once, on tensors like its arguments: its workspaces and the order in which it makes its results.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def fake_stretches(
         device: on which operators are measured.
 
     Raises:
-        NotOnFakes: the function asks for values of tensors or for their memory, or an operator is not known for fake tensors.
+        NotOnFakes: the function asks for values of tensors or for their memory, or an operator is not known for fake
+            tensors.
     """
     counting = _Counting(mode, device)
     try:
@@ -214,7 +215,8 @@ def _looks(result: Any) -> tuple[Any, ...]:
 
 
 class _Factors:
-    """Bytes of the tensors that PyTorch makes on the CPU of numbers with which others are multiplied, and keeps for the backward.
+    """Bytes of the tensors that PyTorch makes on the CPU of numbers with which others are multiplied, and keeps for the
+    backward.
 
     Attributes:
         there: of the number that the running node of autograd has kept.
@@ -256,7 +258,8 @@ _FILLS = {
     torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
     torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
 }
-#: References to a gradient's tensor and to its storage while an operator is dispatched on it, if autograd alone holds it.
+#: References to a gradient's tensor and to its storage while an operator is dispatched on it, if autograd alone holds
+#: it.
 _HELD_BY_AUTOGRAD = (4, 2)
 _measured: dict[Any, _Measured] = {}
 

@@ -49,11 +49,11 @@ class WholeStep:
     """A training step as it is rehearsed.
 
     Attributes:
-        run: forward and backward, without the optimizer; called with the example's arguments. Its result is alive until the
-            step has ended.
+        run: forward and backward, without the optimizer; called with the example's arguments. Its result is alive until
+            the step has ended.
         example: arguments.
-        given: the step is the user's own (`plan_step`): what its first run leaves behind, such as a pipeline's receive buffers,
-            exists in all later ones.
+        given: the step is the user's own (`plan_step`): what its first run leaves behind, such as a pipeline's receive
+            buffers, exists in all later ones.
     """
 
     run: Callable[..., Any]
@@ -113,7 +113,8 @@ class Rehearsed:
     """The result of a rehearsal.
 
     Attributes:
-        step: its pieces are the blocks, without menus; ``base_bytes`` is the largest of all processes that share a plan.
+        step: its pieces are the blocks, without menus; ``base_bytes`` is the largest of all processes that share a
+            plan.
         held: by block, see `held_values`.
     """
 
@@ -124,10 +125,10 @@ class Rehearsed:
 class StepMemory:
     """Counts the memory of one training step by rehearsals of it.
 
-    A rehearsal runs the step with stand-ins for the model's blocks (`monet_like.auto.rehearsal.stand_ins`): on a CPU in one process
-    on fake tensors, and on real ones where code asks for values. Gradients that exist when
-    it begins are added to, as in a later micro-step. Afterwards everything that can be reached from the model and the step is
-    what it was (`monet_like.auto.kept_state`).
+    A rehearsal runs the step with stand-ins for the model's blocks (`monet_like.auto.rehearsal.stand_ins`): on a CPU in
+    one process on fake tensors, and on real ones where code asks for values. Gradients that exist when
+    it begins are added to, as in a later micro-step. Afterwards everything that can be reached from the model and the
+    step is what it was (`monet_like.auto.kept_state`).
 
     Args:
         optimizer: whose state to count, see `OPTIMIZERS`.
@@ -197,8 +198,8 @@ class StepMemory:
         """
         events, stretches = self._counted(kept)
         if self._first_end_bytes is not None:
-            # The first run leaves buffers behind that are used again. The second one frees what it replaces, and ends without
-            # the buffers. Gradients are in both.
+            # The first run leaves buffers behind that are used again. The second one frees what it replaces, and ends
+            # without the buffers. Gradients are in both.
             self.resident_bytes += self._first_end_bytes - stretches[-1].end_bytes
             self._first_end_bytes = None
         mine = counted(events, stretches, self.of.names, self.resident_bytes)
@@ -211,7 +212,9 @@ class StepMemory:
         return self.rehearsed([point.shared for point in points]).step
 
     def least_step(self, first: Step) -> Step:
-        """The step of a rehearsal with bases that no schedules make smaller: blocks keep none of their inputs and results."""
+        """The step of a rehearsal with bases that no schedules make smaller: blocks keep none of their inputs and
+        results.
+        """
         least = self.rehearsed([()] * len(self.of.blocks)).step
         both = zip(first.moments, least.moments, strict=True)
         return _with_bases(first, (min(m.base_bytes, low.base_bytes) for m, low in both))
@@ -269,8 +272,8 @@ class StepMemory:
     def _check_called(self, rehearsal: Rehearsal) -> None:
         if not rehearsal.called:
             raise NoBlockCalled(
-                f"the training step of {type(self.of.model).__name__} calls none of its blocks; give blocks that it calls, and an example in "
-                "which it does (a layer drop may leave out all of them)"
+                f"the training step of {type(self.of.model).__name__} calls none of its blocks; give blocks that it "
+                "calls, and an example in which it does (a layer drop may leave out all of them)"
             )
 
 
@@ -282,7 +285,8 @@ def _with_bases(step: Step, bases: Iterable[int]) -> Step:
 def _needs_real(model: nn.Module) -> bool:
     """Whether steps of a model have to be rehearsed on real tensors.
 
-    Fake ones do not tell what processes exchange, and what `torch.compile` makes of a part. How a GPU's memory is counted on them has not been compared with a GPU.
+    Fake ones do not tell what processes exchange, and what `torch.compile` makes of a part. How a GPU's memory is
+    counted on them has not been compared with a GPU.
     """
     compiled = any(m._compiled_call_impl is not None or isinstance(m, OptimizedModule) for m in model.modules())
     return processes() > 1 or compiled or device_of(model).type != "cpu"
@@ -303,8 +307,8 @@ def _check_same_steps(step: Step, sharing: Sharing) -> None:
     for rank, theirs in enumerate(every):
         if theirs != every[0]:
             raise UsageError(
-                f"the steps of rank 0 and rank {rank} run their blocks in another order, and one plan is made for all; give "
-                "auto_schedule same_plan=False to let each process plan for itself"
+                f"the steps of rank 0 and rank {rank} run their blocks in another order, and one plan is made for all; "
+                "give auto_schedule same_plan=False to let each process plan for itself"
             )
 
 
@@ -326,7 +330,8 @@ def _loss(result: Any) -> torch.Tensor:
 
 
 def _without_hooks(model: nn.Module) -> None:
-    """Have hooks that run when a gradient is there not run in a rehearsal: those of an optimizer that steps in the backward would step.
+    """Have hooks that run when a gradient is there not run in a rehearsal: those of an optimizer that steps in the
+    backward would step.
 
     So the plan has room for all gradients. The state that is put back has the hooks.
     """
@@ -346,8 +351,9 @@ def _check_not_advanced(what: str) -> None:
     """
     if what:
         raise UsageError(
-            f"the training step takes values from a {what}, and the rehearsals that plan its blocks have taken some, which cannot be "
-            "put back; give the values as arguments, or draw from torch's, numpy's or random's generators"
+            f"the training step takes values from a {what}, and the rehearsals that plan its blocks have taken some, "
+            "which cannot be put back; give the values as arguments, or draw from torch's, numpy's or random's "
+            "generators"
         )
 
 

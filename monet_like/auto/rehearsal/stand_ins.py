@@ -1,8 +1,8 @@
 """A rehearsal: one training step in which blocks are replaced by stand-ins, to count the memory of everything else.
 
-A stand-in has the block's results, by plain PyTorch without autograd, and makes gradients of zeros. Between its forward and
-its backward it holds those inputs and results that it is told to keep, and nothing else. So what the allocator counts is what
-the rest of the model needs: embeddings, head and loss, gradients so far, buffers of a sharded model.
+A stand-in has the block's results, by plain PyTorch without autograd, and makes gradients of zeros. Between its forward
+and its backward it holds those inputs and results that it is told to keep, and nothing else. So what the allocator
+counts is what the rest of the model needs: embeddings, head and loss, gradients so far, buffers of a sharded model.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class Event:
     """The end of a stretch of the step: ``kind`` begins or ends for a call.
 
     Attributes:
-        kind: ``forward`` and ``backward`` begin the call's; ``dropped``: its stand-in has let go of ``value`` in the backward.
+        kind: ``forward`` and ``backward`` begin the call's; ``dropped``: its stand-in has let go of ``value`` in the
+            backward.
         call: which.
         value: of the block's program; -1 for other kinds.
     """
@@ -66,11 +67,11 @@ class Rehearsal:
     """The events of one step and what stand-ins keep.
 
     Args:
-        kept: for every block the inputs and results that its stand-in holds from its forward to its backward, as values of
-            its program; None: all of them.
+        kept: for every block the inputs and results that its stand-in holds from its forward to its backward, as values
+            of its program; None: all of them.
         mark: ends a stretch, see `monet_like.profile.measure.allocated_stretches`.
-        defers: ``error`` is raised when the step has ended, because other processes wait for this one's part of the step. Until
-            then a block that cannot be captured runs as it is.
+        defers: ``error`` is raised when the step has ended, because other processes wait for this one's part of the
+            step. Until then a block that cannot be captured runs as it is.
         aside: the step runs on fake tensors, and captures in this context.
     """
 
@@ -234,7 +235,8 @@ class _Body(torch.autograd.Function):
                 del tensors[value]
                 rehearsal.reach("dropped", call, value)
         call.saved.clear()
-        # A schedule's gradient is added to one that exists and freed before the next one is made; so zeros take no memory.
+        # A schedule's gradient is added to one that exists and freed before the next one is made; so zeros take no
+        # memory.
         there += [False] * (len(ctx.like) - len(there))
         makers = ((_nothing if exists else _zeros, meta) for exists, meta in zip(there, ctx.like, strict=True))
         gradients: list[torch.Tensor | None] = [make(meta) for make, meta in makers]
@@ -246,7 +248,9 @@ class _Body(torch.autograd.Function):
 
 
 def _noted(node: Any, hook: Callable[..., Any]) -> Any:
-    """Refuse gradients of inputs and of parameters apart, as `in_one_pass` does: where other processes wait, after the step."""
+    """Refuse gradients of inputs and of parameters apart, as `in_one_pass` does: where other processes wait, after the
+    step.
+    """
     rehearsal: Rehearsal = node.rehearsal
     if not rehearsal.defers:
         refuse()
@@ -267,7 +271,8 @@ def _nothing(meta: TensorMeta) -> torch.Tensor:
 
 
 def held_values(events: Sequence[Event], stretches: Sequence[Stretch]) -> dict[int, frozenset[int]]:
-    """For every block, incoming gradients and results that are still there when the block's stand-in has let go of them.
+    """For every block, incoming gradients and results that are still there when the block's stand-in has let go of
+    them.
 
     The rest of the model holds them. Incoming gradients that do not come are among them: they are not freed, either.
 

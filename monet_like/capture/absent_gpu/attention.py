@@ -1,13 +1,13 @@
 """Which operator PyTorch takes for attention on a GPU, and attention by that operator on fake tensors of the CPU.
 
-PyTorch asks the kinds of fused attention in an order, and takes the first that accepts the arguments (``select_sdp_backend``,
-``priority_order`` and ``can_use_*_attention`` in ``sdp_utils.cpp`` of PyTorch 2.14):
+PyTorch asks the kinds of fused attention in an order, and takes the first that accepts the arguments
+(``select_sdp_backend``, ``priority_order`` and ``can_use_*_attention`` in ``sdp_utils.cpp`` of PyTorch 2.14):
 
 * cuDNN's first on cards of compute capability 9.0, 10.0 and 10.3 with cuDNN above 9.15, else last;
 * flash, memory-efficient, and matrix products, which accept everything.
 
-The answer depends on the card. Where the card is not known, all that are sold are asked; if they differ, the user has to name
-the kind, which `torch.nn.attention.sdpa_kernel` then pins where the step is captured on the GPU.
+The answer depends on the card. Where the card is not known, all that are sold are asked; if they differ, the user has
+to name the kind, which `torch.nn.attention.sdpa_kernel` then pins where the step is captured on the GPU.
 """
 
 from __future__ import annotations
@@ -162,7 +162,8 @@ def choice(call: AttentionCall, capability: tuple[int, int]) -> str:
         if _ENABLED[kind]() and _ACCEPTS[kind](call, capability):
             return kind
     raise CaptureError(
-        "no kind of attention that is enabled takes these arguments on the GPU; enable torch.backends.cuda.enable_math_sdp(True)"
+        "no kind of attention that is enabled takes these arguments on the GPU; enable "
+        "torch.backends.cuda.enable_math_sdp(True)"
     )
 
 
@@ -174,8 +175,8 @@ def _order(capability: tuple[int, int]) -> list[str]:
         version = torch.backends.cudnn.version() if torch._C._has_cudnn else None
         if version is None:
             raise CaptureError(
-                "whether this GPU takes cuDNN's attention depends on cuDNN's version, and this PyTorch is built without it; "
-                "name it with --attention (attention= in Python): flash, efficient, cudnn or math"
+                "whether this GPU takes cuDNN's attention depends on cuDNN's version, and this PyTorch is built "
+                "without it; name it with --attention (attention= in Python): flash, efficient, cudnn or math"
             )
         if version > 91500:
             return ["cudnn", "flash", "efficient", "math"]
@@ -243,15 +244,15 @@ def _kind(call: AttentionCall, target: Absent) -> str:
     if target.attention:
         if not any(_ACCEPTS[target.attention](call, card) for card in cards):
             raise CaptureError(
-                f"{target.attention} attention does not take these arguments on the GPU: {_told(call)}; name another kind with "
-                "--attention (attention= in Python)"
+                f"{target.attention} attention does not take these arguments on the GPU: {_told(call)}; name another "
+                "kind with --attention (attention= in Python)"
             )
         return _certain(call, target.attention)
     found = sorted({choice(call, card) for card in cards})
     if len(found) > 1:
         raise CaptureError(
-            f"which attention operator a GPU takes for {_told(call)} depends on the card ({' or '.join(found)}); plan for a "
-            "known card (--profile roofline:h100), or name it with --attention (attention= in Python)"
+            f"which attention operator a GPU takes for {_told(call)} depends on the card ({' or '.join(found)}); plan "
+            "for a known card (--profile roofline:h100), or name it with --attention (attention= in Python)"
         )
     return _certain(call, found[0])
 
@@ -264,18 +265,18 @@ def _certain(call: AttentionCall, kind: str) -> str:
     """
     if kind != "math" and call.mask is not None:
         raise CaptureError(
-            f"how PyTorch prepares a mask for {kind} attention is known only on the GPU; use is_causal=True instead of the mask, "
-            "or name it with --attention math (attention= in Python)"
+            f"how PyTorch prepares a mask for {kind} attention is known only on the GPU; use is_causal=True instead of "
+            "the mask, or name it with --attention math (attention= in Python)"
         )
     if kind == "math" and call.dropout:
         raise CaptureError(
-            "how a GPU draws the dropout of attention by matrix products is known only there; set the attention's dropout to 0, or "
-            "capture this model on the GPU"
+            "how a GPU draws the dropout of attention by matrix products is known only there; set the attention's "
+            "dropout to 0, or capture this model on the GPU"
         )
     if kind == "flash" and call.query.shape[-1] % 8:
         raise CaptureError(
-            "flash attention pads widths that are no multiple of 8, which is known only on the GPU; name it with --attention math "
-            "(attention= in Python), or capture this model on the GPU"
+            "flash attention pads widths that are no multiple of 8, which is known only on the GPU; name it with "
+            "--attention math (attention= in Python), or capture this model on the GPU"
         )
     return kind
 

@@ -27,18 +27,20 @@ _REFUSED = "refused"
 _NAMES = {
     _LOWER: """
         _convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
-        conv_transpose3d.input convolution cudnn_convolution cudnn_convolution_transpose prelu addmm addmv addr matmul einsum
-        mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell
-        lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention scaled_dot_product_attention""",
+        conv_transpose3d.input convolution cudnn_convolution cudnn_convolution_transpose prelu addmm addmv addr
+        matmul einsum mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot
+        _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+        _scaled_dot_product_flash_attention scaled_dot_product_attention""",
     _FLOAT32: """
-        acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor
-        pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim nuclear_norm nuclear_norm.dim
-        cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss
-        smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss
-        multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d
-        _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d
-        upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d
-        _upsample_bicubic2d_aa linalg_matrix_sqrth""",
+        acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
+        pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim
+        nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d
+        hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss
+        multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss
+        binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d
+        _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d
+        _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
+        upsample_bicubic2d _upsample_bicubic2d_aa linalg_matrix_sqrth""",
     _FLOAT32_RESULT: """
         prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
         linalg_matrix_norm.str_ord sum sum.dim_IntList""",
@@ -54,7 +56,10 @@ _WITH_DTYPE = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "nor
 
 @functools.cache
 def registered(key: str) -> Set[str]:
-    """Names of ATen's operators that PyTorch's autocast acts on, by dispatch key. To look takes as long as a layer's trace."""
+    """Names of ATen's operators that PyTorch's autocast acts on, by dispatch key.
+
+    To look takes as long as a layer's trace.
+    """
     names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
     return frozenset(n.removeprefix("aten::") for n in names if torch._C._dispatch_has_kernel_for_dispatch_key(n, key))
 
@@ -99,8 +104,8 @@ def _kernel(name: str, policy: str) -> Callable[..., Any]:
                 )
             if not policy:
                 raise CaptureError(
-                    f"what autocast does with aten.{name} on a GPU is known only to this version of PyTorch; capture this "
-                    "model on the GPU"
+                    f"what autocast does with aten.{name} on a GPU is known only to this version of PyTorch; capture "
+                    "this model on the GPU"
                 )
             if policy in (_FLOAT32_RESULT, _FLOAT32_OVERLOAD):
                 eligible = _eligible(args[0])

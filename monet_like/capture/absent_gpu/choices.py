@@ -1,7 +1,7 @@
 """Traces a model as on a GPU that this machine does not have: makes the choices that PyTorch would make there.
 
-Such a trace runs on fake tensors of the CPU, since autograd's engine asks every other device for its streams. What PyTorch
-chooses by device while it traces is chosen here as on a GPU:
+Such a trace runs on fake tensors of the CPU, since autograd's engine asks every other device for its streams. What
+PyTorch chooses by device while it traces is chosen here as on a GPU:
 
 * what autocast casts, by the lists for ``AutocastCUDA`` in ``ATen/autocast_mode.h`` of PyTorch;
 * how the results of convolutions lie, by the kernels that PyTorch takes on CUDA (``Convolution.cpp``, ``ConvUtils.h``);
@@ -60,8 +60,8 @@ def as_on(target: Absent | None) -> Iterator[None]:
 def convolutions(device: torch.device) -> Iterator[None]:
     """Give the results of fake convolutions the memory layout that a GPU's kernels give them, if ``device`` is a GPU.
 
-    Without a GPU PyTorch takes cuDNN to be unable to compute in bfloat16. Every GPU since the A100 can, by the kernels that it
-    has for float16.
+    Without a GPU PyTorch takes cuDNN to be unable to compute in bfloat16. Every GPU since the A100 can, by the kernels
+    that it has for float16.
     """
     own = torch._C._select_conv_backend
     if device.type != "cuda":
@@ -73,8 +73,8 @@ def convolutions(device: torch.device) -> Iterator[None]:
         x, weight = (*args, *(kwargs[name] for name in ("input", "weight") if name in kwargs))[:2]
         if not torch._C._has_cudnn and not (_in_rows(x) and _in_rows(weight)):
             raise CaptureError(
-                "how a GPU lays out the results of convolutions in channels-last is known only to a PyTorch that is built for "
-                "CUDA; install that one, which needs no GPU, or capture this model on the GPU"
+                "how a GPU lays out the results of convolutions in channels-last is known only to a PyTorch that is "
+                "built for CUDA; install that one, which needs no GPU, or capture this model on the GPU"
             )
         mode = x.fake_mode if isinstance(x, FakeTensor) else FakeTensorMode()
         with mode:
@@ -105,7 +105,9 @@ def _in_rows(tensor: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def _batch_norms(device: torch.device) -> Iterator[None]:
-    """Copy the input of a batch norm by cuDNN to row-major or channels-last layout if it has another; its gradient reads the copy."""
+    """Copy the input of a batch norm by cuDNN to row-major or channels-last layout if it has another; its gradient
+    reads the copy.
+    """
     own = torch.batch_norm
 
     def batch_norm(
@@ -215,7 +217,9 @@ def _fused_rms_norm() -> Iterator[None]:
 
 
 class _Refusals(TorchFunctionMode):
-    """Refuses functions that a GPU computes by operators of cuDNN or by fused kernels, which a trace on the CPU does not show."""
+    """Refuses functions that a GPU computes by operators of cuDNN or by fused kernels, which a trace on the CPU does
+    not show.
+    """
 
     _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell"})
 
@@ -225,16 +229,18 @@ class _Refusals(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in self._RECURRENT:
             raise CaptureError(
-                f"a GPU computes {name} by cuDNN or by fused kernels, which are known only there; capture this model on the GPU"
+                f"a GPU computes {name} by cuDNN or by fused kernels, which are known only there; capture this model "
+                "on the GPU"
             )
         if name == "ctc_loss":
             raise CaptureError(
-                "on a GPU PyTorch asks cuDNN whether it computes a CTC loss, which no trace can; compute the loss outside the model"
+                "on a GPU PyTorch asks cuDNN whether it computes a CTC loss, which no trace can; compute the loss "
+                "outside the model"
             )
         if name == "grid_sample" and _by_cudnn(*args, **(kwargs or {})):
             raise CaptureError(
-                "a GPU samples this grid by cuDNN, in an operator that no trace knows; call grid_sample with align_corners=False, "
-                "or inside `with torch.backends.cudnn.flags(enabled=False):`"
+                "a GPU samples this grid by cuDNN, in an operator that no trace knows; call grid_sample with "
+                "align_corners=False, or inside `with torch.backends.cudnn.flags(enabled=False):`"
             )
         return func(*args, **(kwargs or {}))
 

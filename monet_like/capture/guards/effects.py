@@ -1,8 +1,9 @@
 """Side effects: what a forward sets beside its results, kept so that every replayed forward sets it again.
 
-The guards of a capture hold all values that its forward reads, so what it sets is known: Python values, tensors of the step,
-and objects made of both. An object that existed before is found again by its place in a walk (`Walk`), so that a step also
-serves an equal model. An object that the forward made is made anew for each call; pickle takes it apart and puts it together.
+The guards of a capture hold all values that its forward reads, so what it sets is known: Python values, tensors of the
+step, and objects made of both. An object that existed before is found again by its place in a walk (`Walk`), so that a
+step also serves an equal model. An object that the forward made is made anew for each call; pickle takes it apart and
+puts it together.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class _Ref(NamedTuple):
 
     Attributes:
         kind: ``result``: of the call, the tensor with number ``key``; ``input``: that of the caller at this position;
-            ``parameter``, ``buffer``: the model's of this name; ``held``: the object at the place ``key``; ``content``: what was there under a label before the call; ``module``: by name;
-            ``same``: ``key`` itself.
+            ``parameter``, ``buffer``: the model's of this name; ``held``: the object at the place ``key``; ``content``:
+            what was there under a label before the call; ``module``: by name; ``same``: ``key`` itself.
     """
 
     kind: str
@@ -70,7 +71,8 @@ class Effects:
 
     Attributes:
         content: what is set at each of ``at``, then tensors and attributes that are set on them; pickled.
-        at: key of each place at which something is set, and the names of the attributes that are set there, if it has any.
+        at: key of each place at which something is set, and the names of the attributes that are set there, if it has
+            any.
         refs: of the pickle's persistent objects.
         tensors: results of the step among them; only while it is traced.
         held: the model's own objects among them, by the key of their place; only while it is traced.
@@ -101,7 +103,8 @@ class Effects:
         return replace(self, tensors=(), results=tuple(results))
 
     def found_in(self, walk: Walk) -> Effects:
-        """The same after the trace, with the keys that places have in its guards: what its backward reads may have changed them.
+        """The same after the trace, with the keys that places have in its guards: what its backward reads may have
+        changed them.
 
         Args:
             walk: of the guards, through the model as it was before the forward.
@@ -126,7 +129,8 @@ class Effects:
         lacking = {ref.key for ref in self.refs if ref.kind == "content" and ref.label not in contents.get(ref.key, ())}
         for key in sorted({*(needed - holders.keys()), *lacking}):
             raise UsageError(
-                f"the forward fills {key.partition(' ')[2]}, which is not as it was in the capture; give lists and dicts of tensors"
+                f"the forward fills {key.partition(' ')[2]}, which is not as it was in the capture; give lists and "
+                "dicts of tensors"
             )
         return holders
 
@@ -157,8 +161,8 @@ class Effects:
                 with contextlib.suppress(Exception):  # what could not be set is as it was
                     holder.put_back(then)
             raise NotRepeated(
-                f"the forward sets {', '.join(self.paths)}, which could not be set again ({type(error).__name__}: {error}); "
-                "return it, or set it outside the model"
+                f"the forward sets {', '.join(self.paths)}, which could not be set again ({type(error).__name__}: "
+                f"{error}); return it, or set it outside the model"
             ) from error
 
     def _loaded(
@@ -205,7 +209,9 @@ def _load(content: bytes, found: Callable[[int], Any]) -> Any:
 
 
 def given_containers(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The lists, dicts and objects among arguments that are taken apart, see `trees`, and their paths: the model may fill them."""
+    """The lists, dicts and objects among arguments that are taken apart, see `trees`, and their paths: the model may
+    fill them.
+    """
     named = [*((f"positional argument {i}", value) for i, value in enumerate(args)), *_named(kwargs)]
     return [(path, value) for path, value in named if children_of(value) is not None]
 

@@ -127,7 +127,9 @@ class Attributes(Holder):
 
 
 class Variables(Attributes):
-    """Global variables, or the attributes of a class or of a Python module; only those that the model reads are watched."""
+    """Global variables, or the attributes of a class or of a Python module; only those that the model reads are
+    watched.
+    """
 
     def _differing(self, then: Mapping[str, Any]) -> list[str]:
         imported = (type, types.ModuleType, types.FunctionType)  # by the forward, which would not import it again

@@ -1,7 +1,7 @@
 """Guards: values beside tensors that a step reads, such as numbers and options, and whether they changed since capture.
 
-While the model is traced, `recorder` finds where they are read from: attributes of modules, global variables, arguments.
-`Reads.change` says before every step whether all values behind these are as they were.
+While the model is traced, `recorder` finds where they are read from: attributes of modules, global variables,
+arguments. `Reads.change` says before every step whether all values behind these are as they were.
 """
 
 from __future__ import annotations
@@ -101,7 +101,9 @@ class Roots:
         return walk
 
     def is_late(self, place: Place, label: Any) -> bool:
-        """Whether code that runs in the backward may read it; members of a container count by the container's own place."""
+        """Whether code that runs in the backward may read it; members of a container count by the container's own
+        place.
+        """
         holder = place.holder
         path = place.path if label is None else holder.part(place.path, label)
         if any(path == known or path.startswith(tuple(f"{known}{end}" for end in ".[(")) for known in self.set_again):

@@ -103,7 +103,8 @@ class Recorder:
         self._put_back()
 
     def found(self, used: Container[Any], effects: Effects | None) -> tuple[Reads, Effects | None]:
-        """The guards of the trace, to be compared before every step, and what its forward sets at their places; call it after leaving.
+        """The guards of the trace, to be compared before every step, and what its forward sets at their places; call it
+        after leaving.
 
         Args:
             used: tensors that an operator takes.
@@ -198,7 +199,8 @@ class Recorder:
                 continue
             if place.holder.drawn:
                 raise CaptureError(
-                    f"{who} draws from {place.path}, and a schedule would not; draw outside the model, and pass the number as an argument"
+                    f"{who} draws from {place.path}, and a schedule would not; draw outside the model, and pass the "
+                    "number as an argument"
                 )
             content = place.holder.difference(copy)
             if isinstance(held, nn.Module):
@@ -230,9 +232,9 @@ class Recorder:
         since = [(place, self._after_forward.get(i, copy)) for i, (place, copy) in enumerate(self._copies)]
         for path in (path for place, copy in since for path in place.holder.changed(place.path, copy)):
             raise CaptureError(
-                f"a hook or a custom function of {type(self.model).__name__} sets {path} in the backward, and a schedule would "
-                "not; register the hook on the wrapper's results or on parameters, compute it outside the model, or plan the parts without "
-                "it: auto_schedule(model, blocks=[...])"
+                f"a hook or a custom function of {type(self.model).__name__} sets {path} in the backward, and a "
+                "schedule would not; register the hook on the wrapper's results or on parameters, compute it outside "
+                "the model, or plan the parts without it: auto_schedule(model, blocks=[...])"
             )
 
     def watch(self, value: Any, path: str) -> bool:

@@ -1,4 +1,6 @@
-"""PyTorch's settings by which it chooses operators: a program has the operators of the settings that it was captured under."""
+"""PyTorch's settings by which it chooses operators: a program has the operators of the settings that it was captured
+under.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def _users_hooks() -> Iterator[Any]:
 
 
 def _function_modes() -> tuple[Any, ...]:
-    """What decides about PyTorch's functions here: the default device, and users' modes with the plain values they hold."""
+    """What decides about PyTorch's functions here: the default device, and users' modes with the plain values they
+    hold.
+    """
     if not torch._C._len_torch_function_stack():
         return ()
     found: list[Any] = []
@@ -51,8 +55,8 @@ def _function_modes() -> tuple[Any, ...]:
     return tuple(found)
 
 
-#: Functions that read each setting before every step, by the name used in messages. Settings that only the kernels read, such
-#: as those for TF32, are not among them: they act on a schedule's operators as on PyTorch's own.
+#: Functions that read each setting before every step, by the name used in messages. Settings that only the kernels
+#: read, such as those for TF32, are not among them: they act on a schedule's operators as on PyTorch's own.
 SETTINGS: dict[str, Callable[[], Any]] = {
     # batch norm by cuDNN or by ATen's kernels, recurrent layers, grid_sample
     "torch.backends.cudnn.enabled": torch._C._get_cudnn_enabled,

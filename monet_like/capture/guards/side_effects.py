@@ -1,5 +1,6 @@
-"""Refuses models whose forward or backward reassigns parameters, or seeds or draws from a generator that is not PyTorch's, and
-those that change buffers where PyTorch's own checkpointing would change them again. Restores generators."""
+"""Refuses models whose forward or backward reassigns parameters, or seeds or draws from a generator that is not
+PyTorch's, and those that change buffers where PyTorch's own checkpointing would change them again. Restores generators.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +39,9 @@ def keeping_tensors(model: nn.Module) -> Iterator[None]:
             for member in {**tensors, **now}:
                 if tensors.get(member) is not now.get(member):
                     raise CaptureError(
-                        f"{type(model).__name__}.forward assigns {f'{name}.{member}'.lstrip('.')}, and a schedule cannot; "
-                        f"write into the tensor that is there (self.{member}.copy_(...)), or plan the parts that do not assign it: "
-                        "auto_schedule(model, blocks=[...])"
+                        f"{type(model).__name__}.forward assigns {f'{name}.{member}'.lstrip('.')}, and a schedule "
+                        f"cannot; write into the tensor that is there (self.{member}.copy_(...)), or plan the parts "
+                        "that do not assign it: auto_schedule(model, blocks=[...])"
                     )
     finally:
         for _, module, tensors in before:
@@ -58,10 +59,12 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor | None]:
 
 @contextlib.contextmanager
 def checkpoints_checked(model: nn.Module, again: Callable[[Callable[..., Any]], Any]) -> Iterator[None]:
-    """Refuse ``torch.utils.checkpoint`` around what changes buffers: plain PyTorch does it again in the backward, a schedule not.
+    """Refuse ``torch.utils.checkpoint`` around what changes buffers: plain PyTorch does it again in the backward, a
+    schedule not.
 
     Args:
-        again: from a checkpointed function to what calls it in the backward, and to what is to be called after the forward.
+        again: from a checkpointed function to what calls it in the backward, and to what is to be called after the
+            forward.
 
     Raises:
         CaptureError: a checkpointed function changes a buffer, such as the running statistics of a batch norm.
@@ -77,16 +80,17 @@ def checkpoints_checked(model: nn.Module, again: Callable[[Callable[..., Any]], 
         keeps = kwargs.get("preserve_rng_state", args[:1] != (False,))  # by position before PyTorch 2.14
         if not keeps and any(map(_draws, _calls()[len(calls) :])):
             raise CaptureError(
-                "a function under torch.utils.checkpoint(preserve_rng_state=False) draws random numbers; plain PyTorch draws others when the "
-                f"function runs again in the backward, and a schedule does not. Leave checkpointing out of {type(model).__name__}"
+                "a function under torch.utils.checkpoint(preserve_rng_state=False) draws random numbers; plain PyTorch "
+                f"draws others when the function runs again in the backward, and a schedule does not. Leave "
+                f"checkpointing out of {type(model).__name__}"
             )
         now = _changes_of_buffers(model)
         changed = [buffer for buffer, count in now.items() if count != before.get(buffer)]
         if changed:
             raise CaptureError(
-                f"a function under torch.utils.checkpoint changes {changed[0]}; plain PyTorch changes it once more when the function "
-                f"runs again in the backward, and a schedule does not. Leave checkpointing out of {type(model).__name__}: what runs "
-                "again is what the schedule says"
+                f"a function under torch.utils.checkpoint changes {changed[0]}; plain PyTorch changes it once more "
+                f"when the function runs again in the backward, and a schedule does not. Leave checkpointing out of "
+                f"{type(model).__name__}: what runs again is what the schedule says"
             )
 
     setattr(checkpoint, name, in_this_thread(checked, own))
@@ -165,8 +169,8 @@ def generators_restored(device: torch.device) -> Iterator[None]:
 def _refused(who: str, what: str) -> CaptureError:
     return CaptureError(
         f"{who} {what}, and a schedule would not; draw random numbers with PyTorch's functions and "
-        "as its generator stands, or outside the model, and pass them as arguments; or give the parts of the model that draw none "
-        "schedules of their own (monet_like.auto_schedule(model, blocks=...))"
+        "as its generator stands, or outside the model, and pass them as arguments; or give the parts of the model "
+        "that draw none schedules of their own (monet_like.auto_schedule(model, blocks=...))"
     )
 
 
@@ -195,7 +199,8 @@ def _generators() -> Iterator[tuple[str, Callable[[], object]]]:
 
 def _numpy_state() -> object:
     state: Any = sys.modules["numpy"].random.get_state()
-    # The words of the Mersenne twister as bytes: as text they would take milliseconds. Other generators' states are dicts.
+    # The words of the Mersenne twister as bytes: as text they would take milliseconds. Other generators' states are
+    # dicts.
     return (state[0], state[1].tobytes(), *state[2:]) if isinstance(state, tuple) else repr(state)
 
 

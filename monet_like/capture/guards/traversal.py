@@ -1,4 +1,6 @@
-"""Walks from a value to everything behind it that can change, and describes it so that equal values have equal forms."""
+"""Walks from a value to everything behind it that can change, and describes it so that equal values have
+equal forms.
+"""
 
 from __future__ import annotations
 
@@ -73,8 +75,8 @@ class Walk:
         known: the model's modules by identity, and their names.
         others: of a module that is not in the model, the attributes that are read; None: it is not looked into.
         found: called for every place when it is found, before its contents are followed.
-        used: tensors that an operator takes, which are told apart by identity, as all are if this is None; of others it is only told
-            that they are tensors.
+        used: tensors that an operator takes, which are told apart by identity, as all are if this is None; of others it
+            is only told that they are tensors.
 
     Attributes:
         places: the values found that can change.

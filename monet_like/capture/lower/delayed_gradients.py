@@ -1,8 +1,8 @@
 """Delayed gradients: large gradients of parameters that are computed at the end of the backward, to save memory.
 
-Autograd makes the gradient of VGG-16's first linear layer, 411 MB, among the first, and it stays in ``.grad``. Its inputs take
-a tenth of that memory, and the product hardly any time. Computed at the end, when the activations are gone, the gradient
-does not add to the peak. Its bits are the same.
+Autograd makes the gradient of VGG-16's first linear layer, 411 MB, among the first, and it stays in ``.grad``. Its
+inputs take a tenth of that memory, and the product hardly any time. Computed at the end, when the activations are gone,
+the gradient does not add to the peak. Its bits are the same.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def _held_bytes(program: Program, slots: Sequence[Task], slot: int) -> int:
 
 
 def _least_bytes(program: Program, slots: Sequence[Task]) -> int:
-    """A lower bound of every schedule's peak, without workspaces: live gradients, and what each task reads and writes."""
+    """A lower bound of every schedule's peak, without workspaces: live gradients, and what each task reads
+    and writes.
+    """
     values = program.values
     outputs = sum(values[v].bytes for v in program.outputs)
     most = max(

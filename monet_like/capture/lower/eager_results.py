@@ -1,4 +1,6 @@
-"""Results of operators as eager PyTorch's kernels make them: layouts, dtypes and storages that fake tensors do not have."""
+"""Results of operators as eager PyTorch's kernels make them: layouts, dtypes and storages that fake tensors do not
+have.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,9 @@ _NORMALISATIONS = (
     _ATEN._native_batch_norm_legit_no_training.default,
 )
 _BATCH_NORM_OPERATORS = (_ATEN._native_batch_norm_legit_functional.default, *_NORMALISATIONS[2:])
-#: For each operator of batch norm: the positions of ``torch.batch_norm``'s arguments x, weight, bias, running mean, running
-#: variance, momentum and eps among its own (None: it has none), and whether it computes statistics, as in training.
+#: For each operator of batch norm: the positions of ``torch.batch_norm``'s arguments x, weight, bias, running mean,
+#: running variance, momentum and eps among its own (None: it has none), and whether it computes statistics, as in
+#: training.
 BATCH_NORM_NODES = {
     _ATEN._native_batch_norm_legit_functional.default: ((0, 1, 2, 3, 4, 6, 7), True),
     _ATEN._native_batch_norm_legit.no_stats: ((0, 1, 2, None, None, 4, 5), True),
@@ -110,8 +113,9 @@ def _batch_norm_backward_result(lowering: Values, node: fx.Node, args: Sequence[
 def _normalisation_result(op: Any, args: Sequence[Any], result: tuple[Any, ...]) -> tuple[Any, ...]:
     """The results of a normalisation as a CPU's kernels make them.
 
-    Statistics have the dtype of the parameters; fake ones have the input's, which differs where 16-bit inputs meet float32
-    parameters. Batch norm gives up its input's layout where that is neither in rows nor channels-last; its fake result has it.
+    Statistics have the dtype of the parameters; fake ones have the input's, which differs where 16-bit inputs meet
+    float32 parameters. Batch norm gives up its input's layout where that is neither in rows nor channels-last; its fake
+    result has it.
     """
     x, parameters = args[0], [t for t in args[1:5] if isinstance(t, torch.Tensor)]
     if x.device.type != "cpu":
@@ -149,7 +153,9 @@ def observes_in_place(lowering: Values, node: fx.Node) -> bool:
 
 
 def fills_in_memory_order(lowering: Values, node: fx.Node) -> bool:
-    """Whether a node is ``bernoulli_`` on a tensor that is not in row-major order: it draws in the order of the memory."""
+    """Whether a node is ``bernoulli_`` on a tensor that is not in row-major order: it draws in the order of
+    the memory.
+    """
     return fills_with_noise(node) and not lowering.result_of(args_of(node)[0]).is_contiguous()
 
 

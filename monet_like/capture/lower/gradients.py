@@ -105,8 +105,9 @@ def delayable_slots(lowering: Values, gradients: Sequence[tuple[int, Tensor]]) -
 def adds_up_per_name(graph: fx.Graph, flat: FlatModule) -> bool:
     """Whether the graph adds up, or casts, the gradients of a parameter with several names under each name separately.
 
-    Plain PyTorch adds up the gradients of all its uses in the order in which they come. Sums by name have another order,
-    unless each name is used once. Where autocast casts the parameter once, plain PyTorch adds them before the cast back.
+    Plain PyTorch adds up the gradients of all its uses in the order in which they come. Sums by name have another
+    order, unless each name is used once. Where autocast casts the parameter once, plain PyTorch adds them before the
+    cast back.
     """
     output = next(iter(reversed(graph.nodes)))
     found: dict[int, list[fx.Node]] = {}

@@ -21,7 +21,9 @@ PARTS = {"aten.slice_scatter.default": "aten.slice.Tensor", "aten.select_scatter
 
 
 def into_part(call: Call) -> tuple[Call, ...]:
-    """The calls that write into a part of the first argument of a call of one of `PARTS`, where that copies it whole."""
+    """The calls that write into a part of the first argument of a call of one of `PARTS`, where that
+    copies it whole.
+    """
     taken, source, *where = call.args
     part = Ref(f"part_of_{taken.name}")
     return (
@@ -96,7 +98,8 @@ def with_held(program: Program, held: Set[int]) -> Program:
 
 
 def accumulate_in_place(lowering: Values, gradients: set[int]) -> list[Task]:
-    """The slots, with sums of gradients added in place where nothing reads one summand later, as the autograd engine does.
+    """The slots, with sums of gradients added in place where nothing reads one summand later, as the autograd engine
+    does.
 
     Args:
         gradients: values that leave the step, which are never overwritten.

@@ -58,9 +58,9 @@ def _add_tangent_of_changed(lowering: Values, node: fx.Node, output: Any) -> Non
     if type(changed).__name__ != "PlainAOTInput":
         name = lowering.flat.tensor(changed.target)[0] if hasattr(changed, "target") else changed
         raise CaptureError(
-            f"{type(lowering.flat.model).__name__}.forward changes {name} in place, and gradients flow through what it becomes; "
-            "compute it anew instead (x = x.relu(), not x.relu_()), or change it under torch.no_grad() (for an Embedding: "
-            "max_norm=None)"
+            f"{type(lowering.flat.model).__name__}.forward changes {name} in place, and gradients flow through what it "
+            "becomes; compute it anew instead (x = x.relu(), not x.relu_()), or change it under torch.no_grad() (for "
+            "an Embedding: max_norm=None)"
         )
     position = sum(type(d).__name__ == "PlainAOTOutput" for d in lowering.output.meta["desc"]) + len(lowering.written)
     fake = node.meta["val"]
@@ -70,7 +70,9 @@ def _add_tangent_of_changed(lowering: Values, node: fx.Node, output: Any) -> Non
 
 
 def _without_tangent(node: fx.Node) -> bool:
-    """Remove an incoming gradient from all sums that it is added in; False, and nothing is done, if it is used otherwise."""
+    """Remove an incoming gradient from all sums that it is added in; False, and nothing is done, if it is used
+    otherwise.
+    """
     if any(user.target is not torch.ops.aten.add.Tensor or len(args_of(user)) != 2 for user in node.users):
         return False
     for user in list(node.users):
@@ -81,7 +83,9 @@ def _without_tangent(node: fx.Node) -> bool:
 
 
 def lay_out_tangent(lowering: Values, node: fx.Node, position: int) -> None:
-    """Give an incoming gradient the layout of its result in eager PyTorch, where the trace gave it the traced result's."""
+    """Give an incoming gradient the layout of its result in eager PyTorch, where the trace gave it the
+    traced result's.
+    """
     pairs = zip(args_of(lowering.output)[0], lowering.output.meta["desc"], strict=True)
     (output,) = (out for out, d in pairs if type(d).__name__ == "PlainAOTOutput" and d.idx == position)
     if output not in lowering.nodes:  # a view that the trace makes later
@@ -114,7 +118,8 @@ def _resident(lowering: Values, target: str, parameter: bool, fake: torch.Tensor
 
 
 def _part(lowering: Values, desc: Any, fake: torch.Tensor) -> NodeResult:
-    """The node of a tensor that a parameter or buffer of a tensor subclass consists of, such as the scales of int8 weights.
+    """The node of a tensor that a parameter or buffer of a tensor subclass consists of, such as the scales of int8
+    weights.
 
     Raises:
         CaptureError: it is part of an input of the model.
@@ -125,7 +130,8 @@ def _part(lowering: Values, desc: Any, fake: torch.Tensor) -> NodeResult:
         desc = desc.base
     if type(desc).__name__ not in ("ParamAOTInput", "BufferAOTInput"):
         raise CaptureError(
-            f"{desc.expr()} is of a tensor subclass, and a schedule takes plain tensors; pass the tensors that it consists of"
+            f"{desc.expr()} is of a tensor subclass, and a schedule takes plain tensors; pass the tensors that it "
+            "consists of"
         )
     name, tensor = lowering.flat.tensor(desc.target)
     for attribute in path:
@@ -143,17 +149,18 @@ def _foreign(model: torch.nn.Module, argument: Any) -> str:
     """Why an operator's argument that is neither a tensor nor plain data is refused."""
     if isinstance(argument, torch.Generator):
         return (
-            f"{type(model).__name__}.forward draws random numbers from a torch.Generator of its own, whose state a schedule does not "
-            "replay; draw from PyTorch's own (without generator=), or give the noise as an argument"
+            f"{type(model).__name__}.forward draws random numbers from a torch.Generator of its own, whose state a "
+            "schedule does not replay; draw from PyTorch's own (without generator=), or give the noise as an argument"
         )
     return (
-        f"{type(model).__name__}.forward gives an operator a {type(argument).__name__}, and a schedule's operators take tensors and "
-        "numbers; give the tensors that it consists of"
+        f"{type(model).__name__}.forward gives an operator a {type(argument).__name__}, and a schedule's operators "
+        "take tensors and numbers; give the tensors that it consists of"
     )
 
 
 def add_attribute(lowering: Values, node: fx.Node) -> None:
-    """An attribute of the graph becomes a value: a tensor made in the forward from numbers, or read in the backward only.
+    """An attribute of the graph becomes a value: a tensor made in the forward from numbers, or read in the backward
+    only.
 
     Raises:
         CaptureError: it requires a gradient and is not registered, or is no tensor.
@@ -169,8 +176,9 @@ def add_attribute(lowering: Values, node: fx.Node) -> None:
         raise CaptureError(_foreign(lowering.flat.model, tensor))
     if tensor.requires_grad and not lowering.in_backward:
         raise CaptureError(
-            f"{type(lowering.flat.model).__name__}.forward reads a {type(tensor).__name__} that is not registered and requires a "
-            "gradient; register it: nn.Parameter as an attribute, nn.ModuleList or nn.ParameterList in place of a list"
+            f"{type(lowering.flat.model).__name__}.forward reads a {type(tensor).__name__} that is not registered and "
+            "requires a gradient; register it: nn.Parameter as an attribute, nn.ModuleList or nn.ParameterList in "
+            "place of a list"
         )
     lowering.attributes[str(node.target)] = node
     fake = node.meta["val"]

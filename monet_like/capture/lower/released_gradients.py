@@ -1,8 +1,9 @@
-"""An optimizer that steps in the backward: gradients of parameters live until they have been handed over, not to the end.
+"""An optimizer that steps in the backward: gradients of parameters live until they have been handed over, not to the
+end.
 
-A hook on each parameter steps and frees the gradient (``register_post_accumulate_grad_hook``). It may change the parameter,
-so a gradient is handed over once nothing reads it or its parameter any more. In the program that is a slot which reads the
-gradient and makes nothing.
+A hook on each parameter steps and frees the gradient (``register_post_accumulate_grad_hook``). It may change the
+parameter, so a gradient is handed over once nothing reads it or its parameter any more. In the program that is a slot
+which reads the gradient and makes nothing.
 """
 
 from __future__ import annotations

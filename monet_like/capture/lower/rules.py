@@ -22,7 +22,8 @@ from .eager_results import (
 )
 from .values import NodeResult, Values, args_of, empty_call, operator_of
 
-#: Lowers a node that makes new storages: to the last of its calls, after those that lead to it, and to the values it writes.
+#: Lowers a node that makes new storages: to the last of its calls, after those that lead to it, and to the values it
+#: writes.
 Rule = Callable[[Values, fx.Node, Sequence[Call], Call, Sequence[int]], None]
 
 
@@ -96,7 +97,10 @@ def as_cudnn_call(lowering: Values, node: fx.Node, call: Call, writes: list[int]
 def lower_batch_norm(
     lowering: Values, node: fx.Node, calls: list[Call], args: tuple[Any, ...], outs: list[Any], writes: list[int]
 ) -> None:
-    """Batch norm in training. Only the forward updates the running statistics; a rerun normalises by the batch again."""
+    """Batch norm in training.
+
+    Only the forward updates the running statistics; a rerun normalises by the batch again.
+    """
     x, weight, bias, *running, _, momentum, eps = args
     before = calls
     if not lowering.is_buffer_node(
@@ -150,7 +154,10 @@ def has_effect(node: fx.Node) -> bool:
 
 
 def lower_effect(lowering: Values, node: fx.Node, calls: Sequence[Call], call: Call, writes: Sequence[int]) -> None:
-    """An operator that is called for what it does: once, in its place. It is not measured: random inputs may raise its error."""
+    """An operator that is called for what it does: once, in its place.
+
+    It is not measured: random inputs may raise its error.
+    """
     call = call if writes else replace(call, outs=())
     if lowering.in_backward:
         lowering.slots.append(lowering.make_task(node.name, (*calls, call), writes, cost=""))
@@ -229,9 +236,9 @@ def is_dropout(node: fx.Node, nodes: Mapping[fx.Node, NodeResult]) -> bool:
 def lower_dropout(lowering: Values, node: fx.Node, backward: bool) -> None:
     """Dropout on a CPU as in eager mode: x * noise, where noise is 0 or 1 / (1 - p).
 
-    The trace has ``native_dropout`` instead, CUDA's kernel with a boolean mask, whose scaling rounds differently. Noise and
-    product are two tasks, so the product can be recomputed without drawing again. Where p is 1, noise is a single zero on
-    any device, and nothing is drawn.
+    The trace has ``native_dropout`` instead, CUDA's kernel with a boolean mask, whose scaling rounds differently. Noise
+    and product are two tasks, so the product can be recomputed without drawing again. Where p is 1, noise is a single
+    zero on any device, and nothing is drawn.
     """
     x, p, _ = args_of(node)
     like = lowering.nodes[x].result

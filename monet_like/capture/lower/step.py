@@ -89,11 +89,12 @@ def capture(
         model: any module whose training step PyTorch can trace without data-dependent control flow.
         args, kwargs: example inputs, real or fake; only shapes, dtypes, layouts and ``requires_grad`` matter.
         target: device to capture for, which need not be present; default: the model's.
-        processes: number of processes that share SyncBatchNorm's statistics, to plan without starting them; default: those
-            of its process group. Without a group SyncBatchNorm is batch norm.
-        made_last: names of the parameters whose gradients are delayed to the end of the backward, where that is possible;
-            None: those for which it saves memory.
-        row_major_gradients: incoming gradients have row-major layout, as most losses make them, not the results' layout.
+        processes: number of processes that share SyncBatchNorm's statistics, to plan without starting them; default:
+            those of its process group. Without a group SyncBatchNorm is batch norm.
+        made_last: names of the parameters whose gradients are delayed to the end of the backward, where that is
+            possible; None: those for which it saves memory.
+        row_major_gradients: incoming gradients have row-major layout, as most losses make them, not the results'
+            layout.
         optimizer_in_backward: gradients of parameters are freed when they are handed over, by hooks that step. None is
             delayed then.
 
@@ -147,7 +148,8 @@ def _without_dropit(captured: Captured, model: nn.Module) -> Captured:
     return replace(captured, no_dropit=values, undelayed=undelayed)
 
 
-#: Of a ``CopySlices`` whose call's gradient computes nothing: a new tensor, a copy into it, a clone of the view, a copy back.
+#: Of a ``CopySlices`` whose call's gradient computes nothing: a new tensor, a copy into it, a clone of the view, a copy
+#: back.
 _COPIES = 4
 
 
@@ -209,7 +211,9 @@ class Lowering(Values):
             self.marks.update((value, mark) for value in range(known, len(self.values)))
 
     def _note_autograd_node(self, node: fx.Node, slots: Sequence[Task]) -> None:
-        """Remember which node of autograd's graph makes ``slots``, by the number that it shares with its forward operator."""
+        """Remember which node of autograd's graph makes ``slots``, by the number that it shares with its forward
+        operator.
+        """
         number = node.meta.get("seq_nr")
         if number is None or node.target is operator.getitem:
             return
@@ -221,11 +225,12 @@ class Lowering(Values):
             self.forward_calls[number] += 1
 
     def _is_autograds_own(self, number: int) -> bool:
-        """Whether a node of autograd's graph is no custom function's: that holds what its Python code holds, which no trace shows.
+        """Whether a node of autograd's graph is no custom function's: that holds what its Python code holds, which no
+        trace shows.
 
-        The forward of a node calls one operator. ``CopySlices``, the node of a call in place of a view, has a number that no
-        operator of the forward has: the call's has that of the gradient inside. Where that gradient is the one that comes in,
-        as an addition's is, the node has its copies alone, and was measured not to hold what comes in.
+        The forward of a node calls one operator. ``CopySlices``, the node of a call in place of a view, has a number
+        that no operator of the forward has: the call's has that of the gradient inside. Where that gradient is the one
+        that comes in, as an addition's is, the node has its copies alone, and was measured not to hold what comes in.
         """
         if number in self.copy_slices:
             slots = sum(node == number for node in self.autograd_nodes.values())
@@ -255,8 +260,9 @@ class Lowering(Values):
             raise CaptureError(f"{node.target} at {_user_line(node)} is not an ATen operator and cannot be scheduled")
         if node.target is _CUDNN_LAYERS:
             raise CaptureError(
-                "cuDNN computes a recurrent layer, and only cuDNN knows how large its workspace in the backward is; plan and train "
-                "inside `with torch.backends.cudnn.flags(enabled=False):`, where PyTorch's own operators do the same"
+                "cuDNN computes a recurrent layer, and only cuDNN knows how large its workspace in the backward is; "
+                "plan and train inside `with torch.backends.cudnn.flags(enabled=False):`, where PyTorch's own "
+                "operators do the same"
             )
         if is_dropout(node, self.nodes):
             lower_dropout(self, node, backward)
@@ -266,7 +272,8 @@ class Lowering(Values):
             return
         args, kwargs = map_nodes((args_of(node), node.kwargs), lambda n: self.nodes[n].result)
         if node.target is torch.ops.aten.view.default and not (self.reads_as_traced(node) or can_view(*args)):
-            # Dropout's result has its input's layout here; the trace took it to be contiguous. Eager mode's reshape copies.
+            # Dropout's result has its input's layout here; the trace took it to be contiguous. Eager mode's reshape
+            # copies.
             node.target = torch.ops.aten.reshape.default
         result = eager_result(self, node, args, kwargs)
         self.nodes[node] = info = NodeResult(result, backward)

@@ -43,7 +43,9 @@ def add_update(lowering: Values, target: Any, node: fx.Node) -> None:
 
 
 def _counting_tasks(lowering: Values, value: int, buffer: int) -> list[Task]:
-    """The tasks that make ``value`` from ``buffer`` by additions alone; none if another task reads a result of theirs."""
+    """The tasks that make ``value`` from ``buffer`` by additions alone; none if another task reads a
+    result of theirs.
+    """
     found: list[Task] = []
     while value != buffer:
         readers = [task for task in (*lowering.tasks, *lowering.slots) if value in task.reads and task not in found]
@@ -59,7 +61,8 @@ def _counting_tasks(lowering: Values, value: int, buffer: int) -> list[Task]:
 def forbid_strides_over_changed(lowering: Values, graph: fx.Graph) -> None:
     """Forbid ``as_strided`` where the forward changes a tensor whose elements have gaps between them.
 
-    The trace computes the changed tensor anew, without gaps, so ``as_strided`` would see other elements than in eager mode.
+    The trace computes the changed tensor anew, without gaps, so ``as_strided`` would see other elements than in eager
+    mode.
 
     Raises:
         CaptureError: the forward does both.
@@ -70,8 +73,8 @@ def forbid_strides_over_changed(lowering: Values, graph: fx.Graph) -> None:
         like = lowering.metas[value].empty()
         if not torch.ops.aten.is_non_overlapping_and_dense(like):
             raise CaptureError(
-                f"{type(lowering.flat.model).__name__}.forward changes {lowering.values[value].name} in place, whose elements "
-                "do not lie next to each other in memory, and calls as_strided; change a clone"
+                f"{type(lowering.flat.model).__name__}.forward changes {lowering.values[value].name} in place, whose "
+                "elements do not lie next to each other in memory, and calls as_strided; change a clone"
             )
 
 
@@ -85,8 +88,8 @@ def forbid_rereading_changed(lowering: Values) -> None:
         if not lowering.changed.isdisjoint(task.reads):
             names = ", ".join(lowering.values[v].name for v in task.reads if v in lowering.changed)
             raise CaptureError(
-                f"{type(lowering.flat.model).__name__}.forward changes {names} in place after {task.name} has read it, and "
-                "the gradient needs the old contents; change a clone"
+                f"{type(lowering.flat.model).__name__}.forward changes {names} in place after {task.name} has read it, "
+                "and the gradient needs the old contents; change a clone"
             )
     lowering.tasks = [
         replace(task, runs="first") if not lowering.changed.isdisjoint(task.reads) else task

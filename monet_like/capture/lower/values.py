@@ -132,8 +132,9 @@ class Values:
     def traced_result(self, node: fx.Node) -> Any:
         """The result of a node in the trace, where calling its operator anew would make the same; else None.
 
-        Results have the layouts of eager mode (`eager_results`), so some inputs differ from those in the trace. Where none does,
-        an operator that makes new storages has the traced result. A view has it only if it lies in a storage that is known.
+        Results have the layouts of eager mode (`eager_results`), so some inputs differ from those in the trace. Where
+        none does, an operator that makes new storages has the traced result. A view has it only if it lies in a storage
+        that is known.
         """
         if not self.reads_as_traced(node):
             return None
@@ -180,7 +181,9 @@ class Values:
         return self.is_buffer_tensor(into) and self.is_buffer_tensor(source) and storage_of(into) == storage_of(source)
 
     def is_scaled_in_place(self, node: fx.Node) -> bool:
-        """Whether a node casts an int8 weight that bitsandbytes scales in place then: the weight is dequantised at once."""
+        """Whether a node casts an int8 weight that bitsandbytes scales in place then: the weight is dequantised at
+        once.
+        """
         if node.target is not torch.ops.aten._to_copy.default or len(node.users) != 1:
             return False
         weight, (user,) = self.storages[storage_of(self.result_of(args_of(node)[0]))], node.users
@@ -298,8 +301,8 @@ def storage_of(tensor: torch.Tensor) -> int:
     """
     if tensor.layout is not torch.strided:
         raise CaptureError(
-            f"the model, or its backward, makes a tensor of layout {tensor.layout}, and only strided ones can be scheduled;"
-            " for an Embedding, use sparse=False"
+            f"the model, or its backward, makes a tensor of layout {tensor.layout}, and only strided ones can be "
+            "scheduled; for an Embedding, use sparse=False"
         )
     return tensor.untyped_storage()._cdata
 

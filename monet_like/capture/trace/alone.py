@@ -1,4 +1,5 @@
-"""One capture at a time: while a model is traced, some of PyTorch's functions and classes are changed, which all threads see.
+"""One capture at a time: while a model is traced, some of PyTorch's functions and classes are changed, which all
+threads see.
 
 Other threads go on: what a trace puts in the place of PyTorch's own acts in the thread that traces alone.
 """

@@ -1,9 +1,9 @@
 """Answers: what the Python code of a forward learns of the values of tensors, as in ``if (mask == 0).any():``.
 
-A trace has no values. So a plain forward on the real inputs is asked first (`recorded_answers`), and the trace is given its
-answers in the same order (`Given`). Each question is a node of the graph (`QUESTION`) and becomes a task of the program, which
-asks again in every step: a step whose answers are others is another branch, and needs another program. Sizes of results that
-depend on values are answers, too (`sizes`).
+A trace has no values. So a plain forward on the real inputs is asked first (`recorded_answers`), and the trace is given
+its answers in the same order (`Given`). Each question is a node of the graph (`QUESTION`) and becomes a task of the
+program, which asks again in every step: a step whose answers are others is another branch, and needs another program.
+Sizes of results that depend on values are answers, too (`sizes`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from .known_values import KnownValues
 from .sizes import Learned, deciding, kept, look_of, may_decide, numbered, traced, with_numbers
 from .undone import Undone
 
-#: Operators whose results are Python values. PyTorch's other ones (``bool``, ``is_nonzero``, ``item``) call the first of these.
+#: Operators whose results are Python values. PyTorch's other ones (``bool``, ``is_nonzero``, ``item``) call the first
+#: of these.
 _QUESTIONS = frozenset(
     {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.allclose.default}
 )
@@ -152,7 +153,8 @@ class _Recording(_Asked):
     def _write(self, answer: Answer) -> None:
         if len(self.answers) == _MOST_QUESTIONS:
             raise CaptureError(
-                f"its Python code asks for values of tensors more than {_MOST_QUESTIONS:,} times; compute with tensors instead"
+                f"its Python code asks for values of tensors more than {_MOST_QUESTIONS:,} times; compute with tensors "
+                "instead"
             )
         self.answers.append(answer)
 
@@ -173,8 +175,8 @@ class Given(_Asked):
         number, question = len(self.asked), _question(func, tensors, options)
         if number == len(self._answers) or self._answers[number].question != question:
             raise CaptureError(
-                f"its Python code asks for the values of other tensors in a trace than in a plain forward: question {number + 1} is "
-                f"{question[0]} of {question[1]}"
+                f"its Python code asks for the values of other tensors in a trace than in a plain forward: question "
+                f"{number + 1} is {question[0]} of {question[1]}"
             )
         return self._answers[number]
 
@@ -193,7 +195,9 @@ class Given(_Asked):
         return results[0] if len(func._schema.returns) == 1 else tuple(results)
 
     def again(self, function: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[[], None]]:
-        """What a checkpointed function is called as in the backward, where it asks as before, and what is called when its forward ends."""
+        """What a checkpointed function is called as in the backward, where it asks as before, and what is called when
+        its forward ends.
+        """
         start, found = len(self.asked), list[Answer]()
 
         def recomputed(*args: Any, **kwargs: Any) -> Any:
@@ -210,8 +214,8 @@ class Given(_Asked):
         """
         if len(self.asked) < len(self._answers):
             raise CaptureError(
-                f"its Python code asks {len(self._answers)} times for values of tensors in a plain forward, and {len(self.asked)} "
-                "times in a trace"
+                f"its Python code asks {len(self._answers)} times for values of tensors in a plain forward, and "
+                f"{len(self.asked)} times in a trace"
             )
 
 
@@ -237,11 +241,12 @@ class _Again(_Asked):
 
 @contextlib.contextmanager
 def number_by_number(parameters: Iterable[torch.Tensor] = ()) -> Iterator[None]:
-    """Have a forward and its trace ask for the same numbers where PyTorch's own methods tell traced tensors from others.
+    """Have a forward and its trace ask for the same numbers where PyTorch's own methods tell traced tensors from
+    others.
 
-    ``tolist`` asks for each element, and the text of a number, as in ``f"{loss:.3f}"``, for that number. What is written by a
-    mask is written by the numbers of its elements, which a gradient is read by then: a backward cannot ask. ``one_hot`` asks for
-    the number of classes alone.
+    ``tolist`` asks for each element, and the text of a number, as in ``f"{loss:.3f}"``, for that number. What is
+    written by a mask is written by the numbers of its elements, which a gradient is read by then: a backward cannot
+    ask. ``one_hot`` asks for the number of classes alone.
 
     Args:
         parameters: what a trace has in the place of parameters, whose text is not their number's.
@@ -285,7 +290,10 @@ class _NumberByNumber(TorchFunctionMode):
         return func(*with_numbers(func, args), **(kwargs or {}))
 
     def _formatted_by_value(self, tensor: torch.Tensor) -> bool:
-        """Whether the text of a tensor is its number's, by PyTorch's own condition. Under a compiler nobody looks at values."""
+        """Whether the text of a tensor is its number's, by PyTorch's own condition.
+
+        Under a compiler nobody looks at values.
+        """
         own_type = type(tensor) in (torch.Tensor, FunctionalTensor) and id(tensor) not in self._parameters
         return own_type and tensor.dim() == 0 and not tensor.is_meta and not torch.compiler.is_compiling()
 
@@ -293,8 +301,8 @@ class _NumberByNumber(TorchFunctionMode):
 def recorded_answers(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Answer, ...]:
     """The answers of a plain forward, which leaves no trace: buffers, inputs, attributes and generators are as before.
 
-    Autograd builds its graph, because code may ask whether gradients are wanted, but saves no tensors; only a forward that calls
-    for gradients itself has them saved.
+    Autograd builds its graph, because code may ask whether gradients are wanted, but saves no tensors; only a forward
+    that calls for gradients itself has them saved.
 
     Args:
         args, kwargs: real tensors, and others.

@@ -15,11 +15,12 @@ _TO, _COMPOSITE = torch.ops.aten.to.dtype, torch._C.DispatchKey.CompositeImplici
 
 
 class TracedAutocast:
-    """The caller's autocast while a model is traced: active in the forward, as it is in a call, and not in the backward.
+    """The caller's autocast while a model is traced: active in the forward, as it is in a call, and not in the
+    backward.
 
-    Plain PyTorch runs the backward without autocast, where the loss calls it; a custom function that wants autocast there
-    restores it itself (``custom_bwd``). The tracer would run both under the same. It also switches off autocast's cache,
-    with which a parameter is cast once however often it is used, so that its gradients are added up in 16 bits.
+    Plain PyTorch runs the backward without autocast, where the loss calls it; a custom function that wants autocast
+    there restores it itself (``custom_bwd``). The tracer would run both under the same. It also switches off autocast's
+    cache, with which a parameter is cast once however often it is used, so that its gradients are added up in 16 bits.
     """
 
     def __init__(self) -> None:

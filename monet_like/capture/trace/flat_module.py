@@ -84,9 +84,9 @@ class FlatModule(nn.Module):
         assert tensor is not None
         return (constant_name(int(name)) if module is self.held else target.removeprefix("model.")), tensor
 
-    # The tracer puts its own tensors in the place of the model's, name by name, and takes them out in the same order. In a
-    # module that has two names the second would put back the tracer's tensor that it found: only first names are told.
-    # A buffer that two modules hold is one tensor in the trace as well: one module reads the other's writes.
+    # The tracer puts its own tensors in the place of the model's, name by name, and takes them out in the same order.
+    # In a module that has two names the second would put back the tracer's tensor that it found: only first names are
+    # told. A buffer that two modules hold is one tensor in the trace as well: one module reads the other's writes.
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The model's parameters; if a module has several names, under its first."""
@@ -145,22 +145,24 @@ class FlatModule(nn.Module):
         for leaf in flat:
             if not isinstance(leaf, torch.Tensor | int | float | str) and form_of_plain(leaf) is None:
                 raise CaptureError(
-                    f"{type(self.model).__name__} returned a {type(leaf).__name__}, which a schedule cannot make anew; return tensors "
-                    "in tuples, lists, dicts or dataclasses (for Hugging Face models: use_cache=False)"
+                    f"{type(self.model).__name__} returned a {type(leaf).__name__}, which a schedule cannot make anew; "
+                    "return tensors in tuples, lists, dicts or dataclasses (for Hugging Face models: use_cache=False)"
                 )
         assert self.out_spec is not None
         try:
             pytree.tree_unflatten(flat, self.out_spec)
         except Exception as error:  # of the user's own classes
             raise CaptureError(
-                f"{type(self.model).__name__} returned what a schedule cannot make anew ({type(error).__name__}: {error}); return tensors "
-                "in tuples, lists, dicts or dataclasses"
+                f"{type(self.model).__name__} returned what a schedule cannot make anew ({type(error).__name__}: "
+                f"{error}); return tensors in tuples, lists, dicts or dataclasses"
             ) from error
         self.out_leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
         return (*self._apart([tensor for tensor, _ in results.values()], tensors), *answers.asked)
 
     def _given(self, tensors: Sequence[torch.Tensor]) -> dict[int, tuple[str, Any]]:
-        """What the caller has given in the place of each of the tracer's tensors, by identity, as `Effects` refers to it."""
+        """What the caller has given in the place of each of the tracer's tensors, by identity, as `Effects` refers to
+        it.
+        """
         found: dict[int, tuple[str, Any]] = {}
         for kind, members in (("parameter", self.named_parameters()), ("buffer", self.named_buffers())):
             for name, tensor in members:
@@ -171,7 +173,9 @@ class FlatModule(nn.Module):
         return found
 
     def has_values(self) -> bool:
-        """Whether a plain forward can run: no tensor is without memory, and no other process would have to take part."""
+        """Whether a plain forward can run: no tensor is without memory, and no other process would have
+        to take part.
+        """
         if is_synchronised(self.model) and world()[1] > 1:
             return False
         held = (*self.leaves, *self.model.parameters(), *self.model.buffers())
@@ -188,7 +192,9 @@ class FlatModule(nn.Module):
         return [tensor for tensor, example in zip(tensors, given, strict=True) if example.is_leaf]
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]) -> list[Any]:
-        """The leaves of the model's result, with the tracer's tensors in the place of those that the user's objects hold."""
+        """The leaves of the model's result, with the tracer's tensors in the place of those that the user's objects
+        hold.
+        """
         own = WeakTensorKeyDictionary()
         leaves = self._leaf_inputs(tensors)
         for name, tensor in (*self.named_parameters(), *self.named_buffers()):
@@ -235,8 +241,8 @@ class FlatModule(nn.Module):
         """
         for path in self.state_objects.set_since() if self.state_objects is not None else ():
             raise CaptureError(
-                f"a custom function of {type(self.model).__name__} sets {path} in the backward, and a schedule would not; compute "
-                "it outside the model"
+                f"a custom function of {type(self.model).__name__} sets {path} in the backward, and a schedule would "
+                "not; compute it outside the model"
             )
 
     def _apart(self, results: list[torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -257,7 +263,9 @@ class FlatModule(nn.Module):
 def _marked(
     before: Sequence[tuple[torch.Tensor, dict[str, Any]]], result: Any
 ) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
-    """Tensors on which a forward has set attributes, and these: of what it was given, and of its results, which had none."""
+    """Tensors on which a forward has set attributes, and these: of what it was given, and of its results, which had
+    none.
+    """
     given = {id(tensor) for tensor, _ in before}
     made = [t for t in pytree.tree_leaves(result) if isinstance(t, FunctionalTensor) and id(t) not in given]
     for tensor, then in (*before, *((tensor, {"elem": tensor.elem}) for tensor in made)):

@@ -110,7 +110,8 @@ def drop_copies_of_parts(module: fx.GraphModule) -> None:
 
 
 def drop_tokens(module: fx.GraphModule) -> None:
-    """Call operators that must run in order, such as the check of ``torch.linalg.inv``, as any others, without PyTorch's tokens.
+    """Call operators that must run in order, such as the check of ``torch.linalg.inv``, as any others, without
+    PyTorch's tokens.
 
     A program's forward runs in the order of the trace, see `lower_effect`.
     """

@@ -46,26 +46,35 @@ from .known_values import KnownValues
 
 #: Advice for operators whose results have sizes that depend on values.
 _ADVICE = {
-    "aten._ctc_loss": "CTC loss with lengths in tensors needs memory that depends on their values; give the lengths as lists of "
-    "numbers, or compute the loss outside the model",
-    "aten._pack_padded_sequence": "pack_padded_sequence makes a tensor whose size depends on the lengths' values; give the "
-    "recurrent layer the padded sequences, and mask its results",
+    "aten._ctc_loss": (
+        "CTC loss with lengths in tensors needs memory that depends on their values; give the lengths as lists of "
+        "numbers, or compute the loss outside the model"
+    ),
+    "aten._pack_padded_sequence": (
+        "pack_padded_sequence makes a tensor whose size depends on the lengths' values; give the "
+        "recurrent layer the padded sequences, and mask its results"
+    ),
     "aten._to_sparse": "to_sparse makes a tensor whose size depends on the values of a tensor; compute with dense ones",
 }
 
 #: For a model of which a part cannot be captured.
 _OTHER_PARTS = (
-    "; if other parts of the model do not, give these schedules of their own (monet_like.auto_schedule(model, blocks=...)), and the "
-    "rest runs as it is"
+    "; if other parts of the model do not, give these schedules of their own (monet_like.auto_schedule(model, "
+    "blocks=...)), and the rest runs as it is"
 )
 
 #: Likewise, by a file that the error passes through.
 _ADVICE_FOR_FILES = {
-    "/triton/": "it launches a Triton kernel itself, as Liger's layers do, and a launch cannot be traced by shapes; take PyTorch's layers "
-    "instead (for decoders there are variants in one pass and in tiles of our own), or put the launch into torch.library.custom_op with a "
-    "fake and a gradient",
-    "/torch_geometric/utils/loop.py": "its layers replace the self-loops of each graph, whose number depends on values; replace them once, in "
-    "the data (torch_geometric.transforms.AddRemainingSelfLoops() or AddSelfLoops()), and make the layers with add_self_loops=False",
+    "/triton/": (
+        "it launches a Triton kernel itself, as Liger's layers do, and a launch cannot be traced by shapes; take "
+        "PyTorch's layers instead (for decoders there are variants in one pass and in tiles of our own), or put the "
+        "launch into torch.library.custom_op with a fake and a gradient"
+    ),
+    "/torch_geometric/utils/loop.py": (
+        "its layers replace the self-loops of each graph, whose number depends on values; replace them once, in "
+        "the data (torch_geometric.transforms.AddRemainingSelfLoops() or AddSelfLoops()), and make the layers with "
+        "add_self_loops=False"
+    ),
 }
 
 
@@ -108,7 +117,9 @@ def trace_joint(
 
 
 def _fakes(tensors: tuple[torch.Tensor, ...], mode: FakeTensorMode) -> tuple[torch.Tensor, ...]:
-    """Fake tensors for inputs: one for each tensor that may have a gradient, and one for each place of others, as keys of steps have it."""
+    """Fake tensors for inputs: one for each tensor that may have a gradient, and one for each place of others, as keys
+    of steps have it.
+    """
     fakes: list[torch.Tensor] = []
     for position, tensor in enumerate(tensors):
         if any(tensor is other for other in tensors[:position]) and not may_have_gradient(tensor):
@@ -139,7 +150,8 @@ def _traced(
 
 
 def _asks(flat: FlatModule, error: Exception) -> bool:
-    """Whether a trace failed because the forward asks for values of tensors; then it gets the answers, if there are any.
+    """Whether a trace failed because the forward asks for values of tensors; then it gets the answers, if there are
+    any.
 
     Raises:
         Exception: what a plain forward raises.
@@ -182,7 +194,9 @@ def _export(
     *,
     asks: bool,
 ) -> fx.Graph:
-    """The graph; ``asks``: of a forward that asks for values. Where it has no answers it takes the path of libraries under a compiler,
+    """The graph; ``asks``: of a forward that asks for values.
+
+    Where it has no answers it takes the path of libraries under a compiler,
     who then do not look at values."""
     with contextlib.ExitStack() as stack, warnings.catch_warnings(), _quiet(), _eager_operators(), preserve_node_meta():
         warnings.simplefilter("ignore")
@@ -296,7 +310,9 @@ def _is_compiling() -> Iterator[None]:
 
 
 def _decomposed_operators() -> Iterator[Any]:
-    """Operators that tracing would decompose into others that round differently, or, recurrent ones, that leave out dropout."""
+    """Operators that tracing would decompose into others that round differently, or, recurrent ones, that leave out
+    dropout.
+    """
     for name in dir(torch.ops.aten):
         if "upsample" in name or name in (
             "hardshrink",
@@ -334,7 +350,9 @@ def _eager_operators() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _checked_matrices() -> Iterator[None]:
-    """Keep the checks of ``torch.linalg.inv`` and the like: PyTorch 2.11 drops them from traces, later versions run them in order."""
+    """Keep the checks of ``torch.linalg.inv`` and the like: PyTorch 2.11 drops them from traces, later versions run
+    them in order.
+    """
     effect = torch._library.simple_registry.singleton.find("aten::_linalg_check_errors").effect
     before = effect.effect
     effect.register(EffectType.ORDERED)
@@ -346,7 +364,9 @@ def _checked_matrices() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unvalidated() -> Iterator[None]:
-    """Switch off what only raises an error for some values: the validation of distributions' parameters, PyTorch's checks."""
+    """Switch off what only raises an error for some values: the validation of distributions' parameters, PyTorch's
+    checks.
+    """
     distribution = torch.distributions.Distribution
     before = distribution._validate_args
     checks = {name: getattr(torch, name) for name in ("_check_tensor_all", "_check_tensor_all_with")}
@@ -390,8 +410,9 @@ def _reason(error: BaseException) -> str:
     elif "modified by an inplace operation" in str(error):
         told = re.search(r"\[torch\.\w+ \[[^]]*\]\](, which is output \d+ of \w+)?", message)
         message = (
-            f"it overwrites in place what the gradient of one of its results reads ({told[0] if told else message}); plain PyTorch "
-            "has no gradient there either: detach() that result, if the loss does not use it, or do not write in place"
+            f"it overwrites in place what the gradient of one of its results reads ({told[0] if told else message}); "
+            "plain PyTorch has no gradient there either: detach() that result, if the loss does not use it, or do not "
+            "write in place"
         )
     elif "requires grad" in str(error) or "require grad" in str(error):
         message = f"nothing in it requires a gradient: {message}"

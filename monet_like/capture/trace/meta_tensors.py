@@ -1,6 +1,8 @@
-"""Models on the meta device: for a capture their tensors are replaced by fake ones of the CPU, which have no memory either.
+"""Models on the meta device: for a capture their tensors are replaced by fake ones of the CPU, which have no memory
+either.
 
-So a model of any size is planned for a GPU that is not here, without its weights: ``with torch.device("meta"): model = Net()``.
+So a model of any size is planned for a GPU that is not here, without its weights: ``with torch.device("meta"): model =
+Net()``.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ def is_meta(model: nn.Module) -> bool:
 def as_fakes(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Replace the meta tensors of a model and of its arguments by fake tensors of the CPU; the model's come back afterwards.
+    """Replace the meta tensors of a model and of its arguments by fake tensors of the CPU; the model's come back
+    afterwards.
 
     Yields:
         The arguments. Models without meta tensors are left as they are.

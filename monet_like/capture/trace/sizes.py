@@ -1,7 +1,8 @@
-"""Sizes that depend on values, as of ``nonzero``, ``masked_select``, ``x[mask]`` and ``unique``: answers, see `answers`.
+"""Sizes that depend on values, as of ``nonzero``, ``masked_select``, ``x[mask]`` and ``unique``: answers, see
+`answers`.
 
-A trace is given the sizes of a plain forward. Where they depend on what is learned they are others in nearly every step, and
-the operator stays one that cannot be traced.
+A trace is given the sizes of a plain forward. Where they depend on what is learned they are others in nearly every
+step, and the operator stays one that cannot be traced.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ def deciding(func: Any, given: Mapping[str, Any]) -> list[torch.Tensor]:
 
 
 def with_numbers(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of a function of PyTorch's; of one that writes what has a gradient by masks, with numbers in their place."""
+    """The arguments of a function of PyTorch's; of one that writes what has a gradient by masks, with numbers in their
+    place.
+    """
     if getattr(func, "__name__", "") not in _WRITING or len(args) < 3:
         return args
     tensor, index, value, *rest = args

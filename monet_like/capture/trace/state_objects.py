@@ -26,8 +26,8 @@ class StateObjects:
 
     Args:
         replacement: from any tensor to the tracer's.
-        watch: told of an object before something is set in it, and its path, so that it is restored when the trace ends; whether
-            it can be.
+        watch: told of an object before something is set in it, and its path, so that it is restored when the trace
+            ends; whether it can be.
     """
 
     def __init__(
@@ -63,7 +63,9 @@ class StateObjects:
         return twin
 
     def set_since(self) -> list[str]:
-        """What custom functions have set in the copies since they were made or `hand_over` was called: ``State.count``."""
+        """What custom functions have set in the copies since they were made or `hand_over` was called:
+        ``State.count``.
+        """
         return [f"{type(held).__name__}.{name}" for held, _, name in self._set()]
 
     def hand_over(self) -> None:
@@ -76,7 +78,8 @@ class StateObjects:
         for held, twin, name in [*self._set()]:
             if not self._watch(held, type(held).__name__):
                 raise CaptureError(
-                    f"a custom function sets {type(held).__name__}.{name}, and a schedule would not; have the function return it"
+                    f"a custom function sets {type(held).__name__}.{name}, and a schedule would not; have the function "
+                    "return it"
                 )
             if name in twin.__dict__:
                 held.__dict__[name] = originals.get(id(twin.__dict__[name]), twin.__dict__[name])

@@ -1,7 +1,8 @@
-"""Which values beside tensors a forward takes out of its arguments: of a batch it may read the tensors and not the names.
+"""Which values beside tensors a forward takes out of its arguments: of a batch it may read the tensors and not the
+names.
 
-A plain forward is watched: its dicts and the attributes of its objects note what is taken out of them. All that is in other
-containers counts as taken with the container.
+A plain forward is watched: its dicts and the attributes of its objects note what is taken out of them. All that is in
+other containers counts as taken with the container.
 """
 
 from __future__ import annotations
@@ -114,7 +115,10 @@ class Watch:
 
 
 class _Noting(dict[Any, Any]):
-    """A dict that notes what is taken out of it. Its ``__iter__`` has C code take items by ``keys`` and ``__getitem__``, too."""
+    """A dict that notes what is taken out of it.
+
+    Its ``__iter__`` has C code take items by ``keys`` and ``__getitem__``, too.
+    """
 
     note: Callable[[Any], None]
 
@@ -162,7 +166,8 @@ pytree.register_pytree_node(
 
 
 def taken_leaves(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> frozenset[int] | None:
-    """Positions of the leaves of arguments, as `trees.flattened` has them, that a forward of ``model`` takes; None: it cannot be told.
+    """Positions of the leaves of arguments, as `trees.flattened` has them, that a forward of ``model`` takes; None: it
+    cannot be told.
 
     The forward runs on the real arguments and leaves no trace.
     """

@@ -72,7 +72,10 @@ class Undone(TorchDispatchMode):
     """
 
     def __init__(self, device: torch.device, inputs: Sequence[torch.Tensor]) -> None:
-        """Args: device: whose generator may be drawn from. inputs: leaves of autograd's graph among them stay such leaves."""
+        """Args: device: whose generator may be drawn from.
+
+        inputs: leaves of autograd's graph among them stay such leaves.
+        """
         super().__init__()
         self._device = device
         self._leaves = [(tensor, tensor.requires_grad) for tensor in inputs if tensor.is_leaf]

@@ -161,7 +161,8 @@ def build_files(
             progress=tell,
         )
     click.echo(
-        f"{folder}: {len(built.made)} made, {len(built.kept)} were there, {len(built.refused)} budgets without a schedule"
+        f"{folder}: {len(built.made)} made, {len(built.kept)} were there, {len(built.refused)} budgets without a "
+        "schedule"
     )
 
 

@@ -162,7 +162,8 @@ def roofline_source(profile: str) -> str:
 
 
 def zoo_problem(model: str, batch: int, device: str, mode: str = MODE) -> Problem:
-    """A model of the zoo, its inputs and the request, without Liger's kernels wherever it is built; weights are not filled.
+    """A model of the zoo, its inputs and the request, without Liger's kernels wherever it is built; weights are not
+    filled.
 
     Args:
         device: ``cpu`` or ``cuda``, which need not be here.
@@ -354,8 +355,9 @@ def verify(registry: Registry, listed: Listed, *, simulated: bool = True) -> Non
         raise ScheduleFileError(f"{listed.full_name} takes {report.peak_bytes} bytes, more than its budget")
     if report.peak_bytes != listed.peak_bytes or abs(report.seconds - listed.seconds) > 1e-9 * listed.seconds:
         raise ScheduleFileError(
-            f"{listed.full_name} takes {report.peak_bytes} bytes and {report.seconds:.6f} s by {listed.profile_source}, "
-            f"the registry says {listed.peak_bytes} bytes and {listed.seconds:.6f} s; build the zoo again"
+            f"{listed.full_name} takes {report.peak_bytes} bytes and {report.seconds:.6f} s by "
+            f"{listed.profile_source}, the registry says {listed.peak_bytes} bytes and {listed.seconds:.6f} s; build "
+            "the zoo again"
         )
 
 
@@ -368,7 +370,21 @@ def _costs(registry: Registry, listed: Listed) -> Mapping[str, Cost]:
 class _Unfilled(TorchFunctionMode):
     """Leaves large new weights unfilled: only their shapes matter, and untouched memory costs nothing."""
 
-    _FILL = frozenset({"uniform_", "normal_", "trunc_normal_", "zero_", "fill_", "constant_", "erfinv_", "mul_", "add_", "clamp_", "kaiming_uniform_"})  # fmt: skip
+    _FILL = frozenset(
+        {
+            "uniform_",
+            "normal_",
+            "trunc_normal_",
+            "zero_",
+            "fill_",
+            "constant_",
+            "erfinv_",
+            "mul_",
+            "add_",
+            "clamp_",
+            "kaiming_uniform_",
+        }
+    )
     _LARGE = 2**16
 
     def __torch_function__(

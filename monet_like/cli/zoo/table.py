@@ -29,8 +29,8 @@ def markdown(registry: Registry) -> str:
                 (
                     f"## {model}",
                     "",
-                    f"`{schedules[0].model}`, inputs {', '.join(schedules[0].inputs)}, mode `{schedules[0].mode}`; plain "
-                    f"PyTorch takes {' to '.join(f'{peak:.2f}' for peak in sorted({plain[0], plain[-1]}))} GB. "
+                    f"`{schedules[0].model}`, inputs {', '.join(schedules[0].inputs)}, mode `{schedules[0].mode}`; "
+                    f"plain PyTorch takes {' to '.join(f'{peak:.2f}' for peak in sorted({plain[0], plain[-1]}))} GB. "
                     f"Files: {', '.join(f'[{path}]({path})' for path in dict.fromkeys(s.path for s in schedules))}.",
                     "",
                     f"| `zoo:` name | {' | '.join(p + ' (measured)' * (p in measured) for p in profiles)} |",

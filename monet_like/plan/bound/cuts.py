@@ -71,8 +71,9 @@ def split(program: Program) -> tuple[Part, ...]:
 def _places(program: Program) -> list[int]:
     """For every task, the place in the order to which it counts.
 
-    A task that only the backward uses counts to the place of its last input's producer: capture puts such tasks at the end
-    of the forward. Tasks that only run again may stand before a producer that runs only first; they count to where they are.
+    A task that only the backward uses counts to the place of its last input's producer: capture puts such tasks at the
+    end of the forward. Tasks that only run again may stand before a producer that runs only first; they count to where
+    they are.
     """
     outputs, read = set(program.outputs), set[int]()
     trunk = [False] * len(program.tasks)

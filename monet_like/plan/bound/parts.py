@@ -1,11 +1,12 @@
 """The relaxation of a deep program by its parts: small programs, one for each part, and a shortest path over them.
 
-The forward is cut where at most one large value crosses (cuts.py). One row joins the parts in the relaxation with a single block
-(relaxation.py): row (6), the memory at the start of the backward. So a deep program is a piece of a step with that one moment, and
-`prices.step_bound` finds the best price of a byte that the forward keeps. At a price there is one small integer program per part, for
-each case of which of the values that cross its cuts are needed in the backward; a shortest path over the parts chooses the cases. Since
-many parts share one row, the best bound comes within about one part's share of the optimum of the relaxation with one block. Equal
-parts are solved once, so eighty equal blocks cost as much as one.
+The forward is cut where at most one large value crosses (cuts.py). One row joins the parts in the relaxation with a
+single block (relaxation.py): row (6), the memory at the start of the backward. So a deep program is a piece of a step
+with that one moment, and `prices.step_bound` finds the best price of a byte that the forward keeps. At a price there is
+one small integer program per part, for each case of which of the values that cross its cuts are needed in the backward;
+a shortest path over the parts chooses the cases. Since many parts share one row, the best bound comes within about one
+part's share of the optimum of the relaxation with one block. Equal parts are solved once, so eighty equal blocks cost
+as much as one.
 """
 
 from __future__ import annotations
@@ -162,7 +163,9 @@ class PartsRelaxation:
         self.shrinkage_bytes = 0
 
     def step(self) -> Step | None:
-        """The program as a step with one moment, at which the backward begins; None if some part could not be solved in time."""
+        """The program as a step with one moment, at which the backward begins; None if some part could not be solved in
+        time.
+        """
         free = self.shortest_path(0.0)
         if free is None:
             return None
@@ -205,8 +208,9 @@ class PartsRelaxation:
 
         Args:
             price: seconds per byte kept.
-            chain: the values that leave this many neighbouring parts may be made again in one go, those that leave the next
-                part are kept; None: no limit. A limit bounds what the relaxation ignores, the memory later in the backward.
+            chain: the values that leave this many neighbouring parts may be made again in one go, those that leave the
+                next part are kept; None: no limit. A limit bounds what the relaxation ignores, the memory later in the
+                backward.
         """
         prices = Prices(carried=price)
         programs = self.programs(prices, chained=chain is not None)
@@ -238,7 +242,9 @@ class PartsRelaxation:
         return PricedPath(price, bound, seconds, sum(choice.bytes for choice in choices), choices, cases)
 
     def alternatives(self, case: Case) -> list[PartSolution]:
-        """The solutions of a case found so far, at any price, by bytes; none is worse than another in seconds and bytes."""
+        """The solutions of a case found so far, at any price, by bytes; none is worse than another in seconds and
+        bytes.
+        """
         small = self.cases[case]
         assert small is not None
         known = [choice for choice in small.shape.solutions.values() if choice is not None]
@@ -260,7 +266,9 @@ class PartsRelaxation:
         return self.cases[case]
 
     def _learn(self, price: float, answers: Sequence[Solved]) -> bool:
-        """Note the answers to `programs`; returns whether none is missing: a case without one could be on the shortest path."""
+        """Note the answers to `programs`; returns whether none is missing: a case without one could be on the shortest
+        path.
+        """
         for shape, answer in zip(self._todo, answers, strict=True):
             if answer is not None and answer["x"] is not None and answer["bound"] is not None:
                 shape.learn(price, answer["x"].round(), answer["bound"])
@@ -271,8 +279,8 @@ class PartsRelaxation:
     ) -> _PartProgram | None:
         """The program of a part in a case; None if the case is impossible. Arguments as in `Case`.
 
-        Values that enter it cost nothing; those that exist in the forward alone are read by nothing that runs again. The
-        needed values that leave it are read by one more slot.
+        Values that enter it cost nothing; those that exist in the forward alone are read by nothing that runs again.
+        The needed values that leave it are read by one more slot.
         """
         whole, part = self.program, self.parts[place]
         own = sorted({v for p in part.tasks for v in whole.tasks[p].writes})

@@ -1,26 +1,26 @@
 """A lower bound of what any schedule of a block costs at given prices of its bytes.
 
-A block of a model gives three amounts of bytes to the moments of the whole step (`monet_like.ir.step.Point`): what it carries from its
-forward to its backward, the peak of its forward and the peak of its backward. With prices ``c``, ``f`` and ``r`` in seconds for a
-byte of each, no schedule has fewer seconds and priced bytes than the optimum of
+A block of a model gives three amounts of bytes to the moments of the whole step (`monet_like.ir.step.Point`): what it
+carries from its forward to its backward, the peak of its forward and the peak of its backward. With prices ``c``, ``f``
+and ``r`` in seconds for a byte of each, no schedule has fewer seconds and priced bytes than the optimum of
 
     min  seconds + c sum_v b(v) K[v,0] + f F + r R
 
-over the rows (2) to (5), (9) and (10) of `ilp.relaxation`, where the backward has no order within a block of slots. Its memory rows
-bound the peaks F and R, which are columns here, instead of the budget::
+over the rows (2) to (5), (9) and (10) of `ilp.relaxation`, where the backward has no order within a block of slots. Its
+memory rows bound the peaks F and R, which are columns here, instead of the budget::
 
     (a) F >= outputs + sum_v b(v) K[v,0]                                     when the forward ends        `_carry`
     (b) R >= sum_v b(v) K[v,0] - shrinkage                                   when the backward begins     row (6)
     (c) R >= during(t) + sum_v b(v) sum_{k reads v} w[k,t] + sum_k extra(k) w[k,t]      at every slot     `_slot`
     (d) rows (7) and (8): of the forward for F, of the backward for R        at slots that are blocks
 
-The shrinkage is the most by which a run of the backward lowers memory, because it takes over more storage than it writes: memory is
-counted during runs, not between them. It is mostly 0. R has it for a lower bound below 0.
+The shrinkage is the most by which a run of the backward lowers memory, because it takes over more storage than it
+writes: memory is counted during runs, not between them. It is mostly 0. R has it for a lower bound below 0.
 
-All bytes are above what `menus.point_of` counts as there already: resident values, and in the backward the incoming gradients
-and the results that are kept. A schedule that no other one of the block beats, with no more of all four amounts, is a point of this
-program with its own amounts. So a row that limits one of them leaves out none of these schedules within the limit (`Limit`), and
-other schedules are never needed.
+All bytes are above what `menus.point_of` counts as there already: resident values, and in the backward the incoming
+gradients and the results that are kept. A schedule that no other one of the block beats, with no more of all four
+amounts, is a point of this program with its own amounts. So a row that limits one of them leaves out none of these
+schedules within the limit (`Limit`), and other schedules are never needed.
 """
 
 from __future__ import annotations
@@ -173,7 +173,9 @@ class BlockRelaxation:
         return Amounts(seconds, *(self._expressions[name].value(x) * self.room_bytes for name in self._expressions))
 
     def schedule(self, x: NDArray[Any]) -> Schedule:
-        """A schedule of the block with the runs of a point, each just before the slot that needs it; it may break a rule."""
+        """A schedule of the block with the runs of a point, each just before the slot that needs it; it may break a
+        rule.
+        """
         schedule = self.blocks.schedule(x)
         return schedule if self.part is None else self.part.whole(schedule)
 
@@ -215,7 +217,8 @@ def block_relaxation(program: Program, costs: Mapping[str, Cost], alone: Iterabl
 
     Args:
         program, costs: of the block. Copies that overlap with computing count no seconds, since they may be hidden.
-        alone: slots that are blocks of the relaxation by themselves: more rows, a higher bound, more work. In small programs all are.
+        alone: slots that are blocks of the relaxation by themselves: more rows, a higher bound, more work. In small
+            programs all are.
 
     Raises:
         ProfileError: ``costs`` lacks a task, or refuses all ways of a slot.
@@ -247,8 +250,9 @@ class _Builder(RelaxationBuilder):
         self.big_bytes = BIG_SHARE * sum(self.sizes)
         self.forward_peak = self.builder.column(integral=False)
         self.backward_peak = self.builder.column(integral=False)
-        #: What `point_of` takes off the memory of the backward. Results count once in the rows. Those that the backward reads may be
-        #: taken off once more: `point_of` counts them as there, although they may be freed before the peak.
+        #: What `point_of` takes off the memory of the backward. Results count once in the rows. Those that the backward
+        #: reads may be taken off once more: `point_of` counts them as there, although they may be freed before the
+        #: peak.
         self.backward_there = self.fixed + self.output_bytes + sum(self.sizes[v] for v in program.tangents)
         self.backward_there += sum(self.sizes[v] for v in self.outputs if self._read_later(v))
 

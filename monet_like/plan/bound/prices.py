@@ -1,27 +1,31 @@
 """A bound of a step's seconds for all schedules of its blocks, by a Lagrangian relaxation of the memory at its moments.
 
-`choice.choose` finds the fastest of the schedules in the menus. Here every schedule of a block's program may be taken. With a price
-``mu[m] >= 0``, in seconds per byte, on the memory of every moment ``m`` (notation of `monet_like.ir.step`), schedules that fit have at least
+`choice.choose` finds the fastest of the schedules in the menus. Here every schedule of a block's program may be taken.
+With a price ``mu[m] >= 0``, in seconds per byte, on the memory of every moment ``m`` (notation of
+`monet_like.ir.step`), schedules that fit have at least
 
     sum[m] mu[m] (base[m] - budget) + sum[b] min over schedules s of block b of
         (calls[b] seconds(s) + sum[m] mu[m] (n[m,b] carried(s) + running[m,b,s]))
 
-seconds (Everett 1963, Geoffrion 1974). Each minimum is bounded by a small 0/1 program (`block_relaxation`), solved once for equal
-blocks with equal prices. Its prices are, for a call of the block,
+seconds (Everett 1963, Geoffrion 1974). Each minimum is bounded by a small 0/1 program (`block_relaxation`), solved once
+for equal blocks with equal prices. Its prices are, for a call of the block,
 
     carried    sum[m] mu[m] n[m,b], without the block itself where its backward runs and adds nothing
     forward    sum of mu[m] over the moments at which the forward of b runs
     backward   sum of mu[m] over those at which its backward runs and adds nothing
 
-A backward whose gradients are added to earlier ones counts what the block carries alone: `Point.adding_peak_bytes` is not less.
+A backward whose gradients are added to earlier ones counts what the block carries alone: `Point.adding_peak_bytes` is
+not less.
 
-**Prices.** Cutting planes find them (Kelley 1960). A linear program maximises the bound over the solutions known so far, which are
-the menus' points at first. At its prices the small programs give a bound and new solutions. This is column generation, seen from
-the dual side (Dantzig and Wolfe 1960): most new solutions are schedules that a menu lacks (`Bound.schedules`).
+**Prices.** Cutting planes find them (Kelley 1960). A linear program maximises the bound over the solutions known so
+far, which are the menus' points at first. At its prices the small programs give a bound and new solutions. This is
+column generation, seen from the dual side (Dantzig and Wolfe 1960): most new solutions are schedules that a menu lacks
+(`Bound.schedules`).
 
-**Branches.** The bound lets a block take a mixture of schedules. That is nearly true of many equal blocks, and far from it for a head that
-needs 1 GB with one schedule and 2 GB with another. So the step is split in two, where the amount of such a block is at most or at least
-a number between the two, and each half gets prices of its own; the bound is the lowest of the parts'.
+**Branches.** The bound lets a block take a mixture of schedules. That is nearly true of many equal blocks, and far from
+it for a head that needs 1 GB with one schedule and 2 GB with another. So the step is split in two, where the amount of
+such a block is at most or at least a number between the two, and each half gets prices of its own; the bound is the
+lowest of the parts'.
 """
 
 from __future__ import annotations
@@ -39,11 +43,13 @@ from ...solvers.matrix import Builder, Expr, total
 from ...solvers.pool import Pool
 from .pieces import PROGRAM_GAP, PROGRAM_SECONDS, Amounts, Answer, Limit, Prices, Relaxation, amounts_of
 
-#: Distance of a bound from the most that its prices can prove, relative to the step, at which the search for prices ends.
+#: Distance of a bound from the most that its prices can prove, relative to the step, at which the search for prices
+#: ends.
 ENOUGH = 2e-4
 #: Rounds of that search at most, and parts of the step that it is made for.
 ROUNDS, PARTS = 30, 24
-#: Prices are first looked for on this many moments, those that are nearest to the budget. Fewer prices make fewer different programs.
+#: Prices are first looked for on this many moments, those that are nearest to the budget. Fewer prices make fewer
+#: different programs.
 FIRST_MOMENTS = 8
 #: The highest price of a moment, as a multiple of the step's seconds per byte of the budget.
 MOST_PRICE = 50.0
@@ -90,8 +96,8 @@ def step_bound(
     """A bound of the seconds of all blocks together, for all their schedules.
 
     Args:
-        step: its bases are such that no schedules of the blocks make them smaller. Its menus have known schedules, which need not be
-            schedules of the relaxation's program: the bound holds for them, too.
+        step: its bases are such that no schedules of the blocks make them smaller. Its menus have known schedules,
+            which need not be schedules of the relaxation's program: the bound holds for them, too.
         budget_bytes: of the whole step.
         known: the fastest schedules of the blocks that are known to fit; None: none are, and the step is not split.
         gap: relative distance from these at which no part is looked at further.
@@ -116,7 +122,8 @@ class _Search:
     """The search for a bound of one step; arguments as of `step_bound`."""
 
     def __init__(
-        self, step: Step, relaxations: Relaxations, budget_bytes: int, known: Sequence[Point] | None, gap: float, pool: Pool,
+        self, step: Step, relaxations: Relaxations, budget_bytes: int, known: Sequence[Point] | None, gap: float,
+        pool: Pool,
         time_left: Callable[[], float],
     ) -> None:  # fmt: skip
         self.relaxations, self.budget, self.pool, self.time_left = relaxations, budget_bytes, pool, time_left
@@ -289,7 +296,8 @@ class _Search:
     def _split(self, part: _Part) -> tuple[Limits, Limits] | None:
         """Two parts whose union is this one: the largest mixture of a block that is alone of its kind is in neither.
 
-        Of the solutions that cost about the same at the part's prices, those are taken whose amounts differ most in price.
+        Of the solutions that cost about the same at the part's prices, those are taken whose amounts differ most in
+        price.
         """
         best: tuple[float, int, Limit, Limit] | None = None
         kinds = list(self.relaxations)

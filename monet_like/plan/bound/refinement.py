@@ -1,10 +1,10 @@
 """Refines the bound for all schedules: the relaxation gets blocks and rows where its solution exceeds the budget.
 
-The relaxation (relaxation.py) counts little memory: with one block only that at the start of the backward. Its solutions
-tell what is missing. A solution that is faster than the bound asked for is turned into a schedule and simulated. The slots
-in which it takes more than the budget become blocks of their own, its runs over the budget get their rows, and the program
-is solved again. Once no solution is that fast any more, the bound is proven. The schedules on the way, which are faster than
-possible within the budget, are good starts for the local search.
+The relaxation (relaxation.py) counts little memory: with one block only that at the start of the backward. Its
+solutions tell what is missing. A solution that is faster than the bound asked for is turned into a schedule and
+simulated. The slots in which it takes more than the budget become blocks of their own, its runs over the budget get
+their rows, and the program is solved again. Once no solution is that fast any more, the bound is proven. The schedules
+on the way, which are faster than possible within the budget, are good starts for the local search.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from ...solvers.interface import solve
 from ..analysis import find_needs
 from .relaxation import block_program
 
-#: Most slots that become blocks in a step: those with the most memory (measured on U-Net: two to six make little difference).
+#: Most slots that become blocks in a step: those with the most memory (measured on U-Net: two to six make little
+#: difference).
 SLOTS_A_STEP = 4
 #: HiGHS's options where a good plan is known and only the proof is wanted (measured: U-Net at 40 % 28 instead of
 #: 41 s, at 50 % 7 instead of 12).

@@ -114,8 +114,8 @@ class Milp:
         """The schedule of a solution, without useless runs.
 
         Args:
-            solved: a `pulp.LpProblem` or `cvxpy.Problem` of this program after its ``solve``, the values by the columns'
-                names, or the values in the columns' order.
+            solved: a `pulp.LpProblem` or `cvxpy.Problem` of this program after its ``solve``, the values by the
+                columns' names, or the values in the columns' order.
 
         Raises:
             SolverError: it has no values, or they are no solution of this program.
@@ -163,8 +163,8 @@ def milp(
     Args:
         program, costs, budget_bytes, extra_bytes: as of `monet_like.plan.plan`.
         options: restrictions, which make the program smaller; by default its optimum is the best of all schedules.
-        complete: whether to write all memory rows. The planner leaves out most of those of reruns, and adds them where a
-            solution breaks them. With all of them large models have millions of coefficients.
+        complete: whether to write all memory rows. The planner leaves out most of those of reruns, and adds them where
+            a solution breaks them. With all of them large models have millions of coefficients.
         start: a schedule that the program admits, whatever the options say, and whose point is its ``start``.
 
     Raises:
@@ -177,8 +177,8 @@ def milp(
         raise UsageError(f"budget_bytes ({budget_bytes:.4g}) must be more than 0 and at most {MOST_BYTES:.4g}")
     if has_overlap(program):
         raise UsageError(
-            "copies on the host are planned by several integer programs, none of which is the whole: leave offload out of "
-            "the mode"
+            "copies on the host are planned by several integer programs, none of which is the whole: leave offload out "
+            "of the mode"
         )
     part = without_refused(program, costs)
     if part is not None:

@@ -1,9 +1,9 @@
 """The integer program: which values to keep, which tasks to run again, which way each backward slot takes.
 
-Stage 0 is the forward; stage t = 1..m is backward slot t - 1. A forward task may be recomputed only in stages where that
-can save memory or time (`Needs.stages`): those whose slot reads a forward value and, between two of these, those before
-which the backward's own values take less memory than in all stages before, or than in all after. ``t'`` is the stage of
-that kind before t. All columns are 0 or 1.
+Stage 0 is the forward; stage t = 1..m is backward slot t - 1. A forward task may be recomputed only in stages where
+that can save memory or time (`Needs.stages`): those whose slot reads a forward value and, between two of these, those
+before which the backward's own values take less memory than in all stages before, or than in all after. ``t'`` is the
+stage of that kind before t. All columns are 0 or 1.
 
     e[p,t]   forward task p runs in stage t                                      (_run_columns)
     w[k,t]   the slot of stage t takes its way k                                 (_way_columns)
@@ -30,7 +30,8 @@ variants of one operation. In one stage only one of them is of use. M(v) are the
      (8) slot:  during(t) + sum_v b(v) Y[v,t] + sum_k extra(k) w[k,t] <= B       (_slot_row)     [bytes]
      (9) run:   before(t) + sum_v b(v) alive(v,g,t) + sum_{p in g} extra(p) e[p,t] <= B   (add_run_row)
          alive = L[v,g,t] once all of M(v) stand before g, K[v,t'] while all stand at or after g, else _alive_between;
-                 L[v,g,t] for t >= 1 also where M(v) runs in stage 0 alone and something that runs again stands before it
+                 L[v,g,t] for t >= 1 also where M(v) runs in stage 0 alone and something that runs again stands before
+                 it
          extra = results + workspace - storage taken over; before and during: resident, outputs and backward values
 
 (9) is written for stage 0 from the start, and for other stages only once a solved schedule breaks it: most never
@@ -245,7 +246,9 @@ class Formulation:
             self.w[slot + 1] = tuple(chosen)
 
     def _carry_columns(self) -> None:
-        """Columns K and rows (4); a stage that can neither make nor read the value keeps the column of the stage before."""
+        """Columns K and rows (4); a stage that can neither make nor read the value keeps the column of the stage
+        before.
+        """
         for v in self.tracked:
             held = ZERO
             for t in self.stages:
@@ -331,7 +334,9 @@ class Formulation:
         return self._reading[v, t]
 
     def _alive_between(self, v: int, group: int, t: int) -> Expr:
-        """For a value with producers on both sides of the group: carried in, or made before it, needed and not made later."""
+        """For a value with producers on both sides of the group: carried in, or made before it, needed and not made
+        later.
+        """
         later = self._made(v, t, low=group)
         made = self._made(v, t, high=group)
         condition = self._alive_from(v, self.span[v][1] + 1, t) + made + later * -1.0 + Expr(-1.0)
@@ -408,7 +413,9 @@ class Formulation:
         self._fits(parts, t, -1)
 
     def add_run_row(self, t: int, group: int) -> bool:
-        """Add row (9) for the tasks of a group in stage t; returns False if it is there already or no such task can run."""
+        """Add row (9) for the tasks of a group in stage t; returns False if it is there already or no such task can
+        run.
+        """
         members = [p for p in self.needs.groups[group] if (p, t) in self.e]
         if (t, group) in self._run_rows or not members:
             return False

@@ -125,7 +125,8 @@ def find_quickly(
 
     Args:
         seconds: wall seconds for that program.
-        enough: called with whether a schedule that fits is found; returns whether time is up. Called before every annealing.
+        enough: called with whether a schedule that fits is found; returns whether time is up. Called before every
+            annealing.
         options: further ones of `find_start`.
     """
     floor, _ = floor_bytes(program, costs, extra_bytes)

@@ -50,7 +50,8 @@ def recover_plan(relaxation: PartsRelaxation, searcher: Searcher, budget_bytes: 
     if step is None:
         return None
     bound = step_bound(
-        step, [relaxation], budget_bytes, known=None, gap=0.0, time_limit_seconds=relaxation.time_left(), pool=relaxation.pool
+        step, [relaxation], budget_bytes, known=None, gap=0.0, time_limit_seconds=relaxation.time_left(),
+        pool=relaxation.pool
     ).seconds  # fmt: skip
     room = budget_bytes - relaxation.fixed_bytes
     paths = relaxation.paths

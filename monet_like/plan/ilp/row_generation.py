@@ -103,7 +103,9 @@ class RowGeneration:
         )
 
     def _add_likely_rows(self) -> None:
-        """Add the rows that are likeliest to be broken: where the incumbent comes near the budget, and of big reruns."""
+        """Add the rows that are likeliest to be broken: where the incumbent comes near the budget, and of
+        big reruns.
+        """
         best = self.incumbent.best
         if best is not None:
             self._add_rows(best.schedule, best.report, self.incumbent.budget_bytes * NEAR_SHARE)

@@ -449,8 +449,8 @@ class Search:
     def _plan(self, formulation: Formulation | None, solver: str, interrupted: bool = False) -> Plan:
         if self.failed:
             warn_caller(
-                f"{self.failed}. The plan fits, and is the best that was found without it; plan again, with another solver "
-                "or more memory for the process"
+                f"{self.failed}. The plan fits, and is the best that was found without it; plan again, with another "
+                "solver or more memory for the process"
             )
         plan = replace(
             self.incumbent.plan(),

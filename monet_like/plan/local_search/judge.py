@@ -1,8 +1,8 @@
 """What a policy's schedule costs, in Python: the greedy start's judge on machines without the compiled library.
 
-A wheel or an installation from source may lack the library, where there was no compiler. A plan without a solver is then
-the greedy start, which nothing improves: 1 to 5 % longer steps (chains of 30 and 80 layers at 70, 50 and 35 % of their
-memory). In the tests, the compiled judge gives the same answers to the bit.
+A wheel or an installation from source may lack the library, where there was no compiler. A plan without a solver is
+then the greedy start, which nothing improves: 1 to 5 % longer steps (chains of 30 and 80 layers at 70, 50 and 35 % of
+their memory). In the tests, the compiled judge gives the same answers to the bit.
 """
 
 from __future__ import annotations
@@ -205,7 +205,9 @@ class _Account:
         return any(self.t.output[v] and v in self.t.writes[d] for v in self.t.writes[c])
 
     def _conflicts(self, c: int) -> bool:
-        """Whether c would write an output a second time, or keep the only maker of another wanted value from running."""
+        """Whether c would write an output a second time, or keep the only maker of another wanted value
+        from running.
+        """
         t = self.t
         for o in t.writes[c]:
             if not t.output[o]:

@@ -1,4 +1,7 @@
-"""The compiled local search: csrc/plan/local_search.cpp through ctypes. Without it, judge.py evaluates policies, slower."""
+"""The compiled local search: csrc/plan/local_search.cpp through ctypes.
+
+Without it, judge.py evaluates policies, slower.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,9 @@ _TYPES: dict[str, Any] = {"i": ctypes.c_int32, "q": ctypes.c_int64, "d": ctypes.
 
 
 def _structure(name: str, fields: str) -> type[ctypes.Structure]:
-    """A ctypes structure from ``name:type`` fields: a letter is a number of that type, a letter and * a pointer to some."""
+    """A ctypes structure from ``name:type`` fields: a letter is a number of that type, a letter and * a pointer to
+    some.
+    """
     made = []
     for field in fields.split():
         field_name, kind = field.split(":")

@@ -2,8 +2,8 @@
 
 A `Policy` decides which values the backward may take from the forward (``keep``), which stay once they were made again
 (``hold``), how long either lasts (``cut``), which are made before an earlier slot than the one that reads them
-(``early``), what each slot reads (``option``) and, where several tasks could make a value in the forward, which one does
-(``prefer``). A whole schedule follows from these:
+(``early``), what each slot reads (``option``) and, where several tasks could make a value in the forward, which one
+does (``prefer``). A whole schedule follows from these:
 
 1. From the first slot to the last: values that a slot lacks, or that are to be made early there, are made just before
    it, by the tasks with the fewest seconds, the seconds for values that these lack included.
@@ -11,8 +11,8 @@ A `Policy` decides which values the backward may take from the forward (``keep``
    that do the same (algorithms, in place or not) the fastest one that fits into the budget is taken. A task whose
    results nothing needs does not run. The forward, last in this order, runs what is needed at its end.
 
-Tasks that read and write the same values form a *class*, ways that read the same values an *option*. The search evaluates
-tens of thousands of policies a second in C++ (csrc/plan/local_search.cpp); judge.py evaluates them in Python.
+Tasks that read and write the same values form a *class*, ways that read the same values an *option*. The search
+evaluates tens of thousands of policies a second in C++ (csrc/plan/local_search.cpp); judge.py evaluates them in Python.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ FIRST, AGAIN = 1, 2
 class Policy:
     """The decisions of a schedule; the module's docstring says what each means.
 
-    By value: ``keep`` and ``hold`` are 0 or 1, ``cut`` is a slot or `NEVER`, ``early`` has `MOST_EARLY` of these for each
-    value, ``prefer`` is a class or -1. By slot: ``option``, an index into the slot's options.
+    By value: ``keep`` and ``hold`` are 0 or 1, ``cut`` is a slot or `NEVER`, ``early`` has `MOST_EARLY` of these for
+    each value, ``prefer`` is a class or -1. By slot: ``option``, an index into the slot's options.
     """
 
     keep: array[int]
@@ -91,8 +91,8 @@ class Settings:
         seed: of the random changes.
         first_weight, last_weight: the penalty for exceeding the budget by once the budget, as a multiple of the
             schedule's seconds, at the beginning and at the end.
-        first_temperature, last_temperature: how much slower a policy may be on average to be accepted, as a share of the
-            schedule's seconds.
+        first_temperature, last_temperature: how much slower a policy may be on average to be accepted, as a share of
+            the schedule's seconds.
         candidates: values whose decisions may change.
         choices: slots with several options.
         preferring: values with several makers in the forward.
@@ -159,7 +159,9 @@ Lists = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Tables:
-    """A program and its costs in the form that the local search reads. Lists of lists are by value, class, slot or option.
+    """A program and its costs in the form that the local search reads.
+
+    Lists of lists are by value, class, slot or option.
 
     Attributes:
         bytes: of every value; 0 for pinned ones, which ``resident_bytes`` counts.
@@ -178,8 +180,8 @@ class Tables:
         uses: for every value, the slots that may read it.
         stages: the slots before which it can be of use to run a task again, ascending.
         ends: for every value, how many of these come up to the last that can use it.
-        changeable: values that the search may keep or drop: values that can be recomputed, and values that only serve to
-            recompute others.
+        changeable: values that the search may keep or drop: values that can be recomputed, and values that only serve
+            to recompute others.
     """
 
     bytes: tuple[int, ...]
@@ -215,7 +217,8 @@ class Tables:
             return (least, seconds) if smallest else (seconds, least)
 
         count = len(self.bytes)
-        chosen = [min(range(len(options)), key=lambda k, o=options: price(o[k])) for options in self.options]  # type: ignore[misc]
+        # type: ignore[misc]
+        chosen = [min(range(len(options)), key=lambda k, o=options: price(o[k])) for options in self.options]
         return Policy(
             keep=array("B", (int(keep[v] and bool(self.first[v])) for v in range(count))),
             hold=array("B", [int(hold)]) * count,

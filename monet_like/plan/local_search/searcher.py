@@ -1,8 +1,8 @@
 """The local search: a fast plan without a solver, by greedy cuts, crossover and simulated annealing of policies.
 
-`find_start` finds a schedule within a budget, `smallest_known` one with a low peak. The search is counted in evaluations
-and seeded, so the same program gives the same plan every time, unless the caller's clock ends it first. Policies are
-explained in policy.py; the simulator judges the schedules that come of them.
+`find_start` finds a schedule within a budget, `smallest_known` one with a low peak. The search is counted in
+evaluations and seeded, so the same program gives the same plan every time, unless the caller's clock ends it first.
+Policies are explained in policy.py; the simulator judges the schedules that come of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ MOST_STEPS = 60_000_000
 #: MONeT's costs, 10 s: 0.4 % better than with the first one's).
 LATER_TEMPERATURE, LATER_WEIGHT = 1e-3, 3.0
 #: A policy slower than this multiple of keeping everything is crossed over with one that began fast and gave up memory
-#: little by little, at most this often (measured: ResNet-50 at 25 % of plain PyTorch's peak: from 6 steps' time to 1.28).
+#: little by little, at most this often (measured: ResNet-50 at 25 % of plain PyTorch's peak: from 6 steps' time to
+#: 1.28).
 SLOW, MOST_CROSSOVERS = 1.5, 3
 #: Places at which the stretches of values begin and end in a crossover.
 CROSSINGS = 40
@@ -85,7 +86,9 @@ class Searcher:
         return planned[0] if planned is not None and planned[1].peak_bytes <= budget_bytes else None
 
     def keeping(self, keep: Iterable[int]) -> Policy:
-        """The policy that keeps these forward values and those that cannot be made again, and makes all others again once."""
+        """The policy that keeps these forward values and those that cannot be made again, and makes all others again
+        once.
+        """
         kept = {*keep, *self._single()}
         return self.tables.policy([v in kept for v in range(len(self.tables.bytes))], True, False)
 
@@ -134,7 +137,8 @@ class Searcher:
         return found
 
     def crossover(self, one: Found, other: Found, budget_bytes: int, crossings: int = CROSSINGS) -> Found:
-        """Crossover: the best of both and of all policies that decide as ``other`` in one stretch of values, else as ``one``.
+        """Crossover: the best of both and of all policies that decide as ``other`` in one stretch of values, else as
+        ``one``.
 
         A stretch may wrap around the end, so either policy may have the smaller part. Near the lowest peak a few places
         need many reruns, and a search that has found them seldom finds its way back everywhere else.
@@ -228,8 +232,8 @@ def find_start(
         rounds: each but the first anneals the best policy of the one before.
         start: a schedule to begin with, instead of what is made here.
         effort: multiplies the length of the annealing in every later round.
-        enough: called with whether a schedule that fits is found; returns whether time is up. Called before every annealing
-            but that of the starts.
+        enough: called with whether a schedule that fits is found; returns whether time is up. Called before every
+            annealing but that of the starts.
     """
     searcher = Searcher(program, costs, extra_bytes, pin_bytes)
     given = None if start is None else searcher.judge(to_policy(program, searcher.tables, start), budget_bytes)
@@ -278,7 +282,8 @@ def _lower_peak(
     seed: int,
     enough: Callable[[], bool] = lambda: False,
 ) -> Found:
-    """Lower the peak step by step, down to ``enough_bytes`` or until time is up; the step is halved where nothing is found.
+    """Lower the peak step by step, down to ``enough_bytes`` or until time is up; the step is halved where nothing is
+    found.
 
     Two annealings at a time, at the lower temperature, each time with other random numbers: ResNet-50's smallest peak
     fell from 20 to 18 % of plain PyTorch's by that, U-Net's from 35 to 30 %.

@@ -12,8 +12,9 @@ the program is::
     (memory)    base[m] + sum[b,p] (n[m,b] carried[p] + rise[m,b,p]) x[b,p] <= budget
                                                                               for every moment     `_contents`
 
-Pieces and moments are few, so HiGHS solves the program to optimality, mostly within a second. Where it finds nothing in time or
-fails, a search chooses (`_searched`), and `Choice.status` says so. Every result is counted again in whole bytes (`peak_of`).
+Pieces and moments are few, so HiGHS solves the program to optimality, mostly within a second. Where it finds nothing in
+time or fails, a search chooses (`_searched`), and `Choice.status` says so. Every result is counted again in whole bytes
+(`peak_of`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from ...ir.step import Moment, Point, Step, peak_of, seconds_of
 from ...solvers.interface import Solution, solve
 from ...solvers.matrix import Builder, Expr, total
 
-#: ``optimal``: proven to the gap asked for; ``feasible``: a solver's choice, not proven; ``searched``: by a search without a solver.
+#: ``optimal``: proven to the gap asked for; ``feasible``: a solver's choice, not proven; ``searched``: by a search
+#: without a solver.
 ChoiceStatus = Literal["optimal", "feasible", "searched"]
 
 #: Relative gap at which the outer program is solved.
@@ -47,7 +49,8 @@ class Choice:
         peak_bytes: of the whole step.
         moment: name of the moment with that peak.
         seconds: of all pieces together.
-        bound_seconds: no choice within the budget is faster, of the menus' points or, by `monet_like.plan.proven_choice`, of all.
+        bound_seconds: no choice within the budget is faster, of the menus' points or, by
+            `monet_like.plan.proven_choice`, of all.
         status: how well it is known to be the fastest, or of `smallest` to have the lowest peak.
         reason: where it was ``searched``: why the solver found nothing, in its own words.
     """
@@ -69,7 +72,8 @@ def fastest(
     time_limit_seconds: float = 60.0,
     enough_seconds: float = 0.0,
 ) -> Choice:
-    """The fastest points of the menus with which every moment is within the budget; where none are found, those of `smallest`.
+    """The fastest points of the menus with which every moment is within the budget; where none are found, those of
+    `smallest`.
 
     Args:
         budget_bytes: of the whole step.
@@ -135,16 +139,18 @@ def _tell_failure(solver: str, found: Solution) -> None:
     """Warn of a solver that failed; to run out of time is no failure."""
     if found.status == "error":
         warn_caller(
-            f"the solver {solver} failed ({found.message}), so a local search chooses the blocks' schedules, which proves nothing and "
-            "may find slower ones; try another solver= (monet-like doctor lists those that are installed)"
+            f"the solver {solver} failed ({found.message}), so a local search chooses the blocks' schedules, which "
+            "proves nothing and may find slower ones; try another solver= (monet-like doctor lists those that are "
+            "installed)"
         )
 
 
 def _searched(step: Step, budget_bytes: int) -> tuple[Point, ...] | None:
     """Points within the budget, by a search that needs no solver; None if it finds none.
 
-    It begins with the points that carry least, or with those whose backward has the lowest peak. It changes one piece at a time:
-    first so that the step's peak falls most, until it fits; then so that most seconds are gained and it still fits.
+    It begins with the points that carry least, or with those whose backward has the lowest peak. It changes one piece
+    at a time: first so that the step's peak falls most, until it fits; then so that most seconds are gained and it
+    still fits.
     """
 
     def peak(points: tuple[Point, ...]) -> int:
@@ -176,7 +182,9 @@ def _one_changed(step: Step, points: tuple[Point, ...]) -> Iterator[tuple[Point,
 
 
 def smallest(step: Step, *, solver: str = SOLVER, time_limit_seconds: float = 60.0) -> Choice:
-    """The points with the lowest peak of the whole step; where the solver finds none in time, those that carry least."""
+    """The points with the lowest peak of the whole step; where the solver finds none in time, those that
+    carry least.
+    """
     lean = tuple(min(menu, key=lambda p: (p.carried_bytes, p.numbers)) for menu in step.menus)
     above = peak_of(step, lean)[0]
     builder, columns = _program(step, None)

@@ -1,10 +1,10 @@
 """Points of a block: schedules of one block of a model, and what each costs the step of the whole model.
 
-Before its backward a block waits while all blocks after it run. So its schedule is judged by five numbers instead of one
-peak: the bytes that it carries from its forward to its backward, the peaks of both, the backward's peak where its gradients are
-added to earlier ones, and its seconds. `menu` finds schedules that trade these off. It asks the planner for them with one
-more slot at the start of the block's backward, which computes nothing and has a workspace: the memory that the rest of the
-model takes meanwhile (`with_rest`).
+Before its backward a block waits while all blocks after it run. So its schedule is judged by five numbers instead of
+one peak: the bytes that it carries from its forward to its backward, the peaks of both, the backward's peak where its
+gradients are added to earlier ones, and its seconds. `menu` finds schedules that trade these off. It asks the planner
+for them with one more slot at the start of the block's backward, which computes nothing and has a workspace: the memory
+that the rest of the model takes meanwhile (`with_rest`).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from ..local_search.searcher import quick_evaluations, smallest_known
 #: Cost key of the slot that stands for the rest of the model.
 REST = "the rest of the model"
 
-#: Limits of the carried bytes that are tried, as shares of the way from the least to those of the fastest schedule; those
-#: first that tell most, because the time may not do for all.
+#: Limits of the carried bytes that are tried, as shares of the way from the least to those of the fastest schedule;
+#: those first that tell most, because the time may not do for all.
 CARRIED_SHARES = (0.0, 0.5, 0.15, 0.75, 0.3)
 #: The same for the peak, as shares of the way from the least peak to that of a point.
 PEAK_SHARES = (0.0, 0.5)
@@ -139,9 +139,9 @@ def menu(
     Args:
         program, costs: of the block.
         solver, strategy, gap, threads: see `plan`; strategy ``heuristic`` searches as briefly as a quick plan does.
-        time_limit_seconds: wall seconds for all points together; then nothing new is begun, and the best that is known is taken.
-            The first four are there in any case: the fastest, the one that carries least, the one with the lowest peak, and one
-            near both.
+        time_limit_seconds: wall seconds for all points together; then nothing new is begun, and the best that is known
+            is taken. The first four are there in any case: the fastest, the one that carries least, the one with the
+            lowest peak, and one near both.
         progress: called with lines for people.
         peak_shares: where between the least peak and that of a point other points are looked for; none: less time.
 
@@ -243,7 +243,8 @@ class _Asked:
     def smallest(self, program: Program, costs: Mapping[str, Cost]) -> tuple[Schedule, Report]:
         """The schedule with the lowest peak that is found.
 
-        All tasks take equally long meanwhile: what fits must not depend on how busy the machine was when it was measured.
+        All tasks take equally long meanwhile: what fits must not depend on how busy the machine was when it was
+        measured.
         """
         even = {key: replace(cost, seconds=1.0) if math.isfinite(cost.seconds) else cost for key, cost in costs.items()}
         if self.strategy == "milp":

@@ -1,7 +1,8 @@
 """The fastest schedules of all pieces under one budget, with a proof how far from the best of all schedules they are.
 
-`choice.fastest` takes the fastest of the menus. `prices.step_bound` says what no schedules can beat, and which schedules would be of use
-that the menus lack. These join the menus, and the choice is made again, until it is near enough to the bound or nothing is new.
+`choice.fastest` takes the fastest of the menus. `prices.step_bound` says what no schedules can beat, and which
+schedules would be of use that the menus lack. These join the menus, and the choice is made again, until it is near
+enough to the bound or nothing is new.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from .menus import efficient
 NEAR = 0.003
 #: Relative distance from the bound at which the solver stops choosing.
 ENOUGH = 5e-4
-#: Wall seconds of a choice at most: it mostly takes less than one. The manual has this number (docs/blocks.md, `monet_like.auto_schedule`).
+#: Wall seconds of a choice at most: it mostly takes less than one. The manual has this number (docs/blocks.md,
+#: `monet_like.auto_schedule`).
 CHOICE_SECONDS = 20.0
 #: Wall seconds for all bounds together: a decoder of 8B parameters takes one to eight. And for a second choice.
 BOUND_SECONDS, SECOND_SECONDS = 20.0, 10.0
@@ -36,7 +38,8 @@ class Chooser:
     Attributes:
         step: with bases that no schedules make smaller. Its menus get the schedules that bounds find them to lack.
         relaxations, budget_bytes: see `step_bound`. Equal pieces have one relaxation and equal menus.
-        point: what a schedule of a piece costs, by the piece's number. A schedule that it refuses with `ScheduleError` is left out.
+        point: what a schedule of a piece costs, by the piece's number. A schedule that it refuses with `ScheduleError`
+            is left out.
         solver: of choices; bounds are HiGHS's.
         choice_seconds, bound_seconds: wall seconds that are left for a choice, and for all bounds together.
         seconds_left: wall seconds for all of that: a bound or a choice may take half of them.
@@ -54,7 +57,8 @@ class Chooser:
     proven_seconds: float = field(init=False, default=0.0)
 
     def choose(self) -> Choice:
-        """The fastest points with which every moment is within the budget, else those with the lowest peak that were found.
+        """The fastest points with which every moment is within the budget, else those with the lowest peak that were
+        found.
 
         Raises:
             SolverError: the solver is missing.
@@ -89,7 +93,8 @@ class Chooser:
         step = self.step if moments is None else replace(self.step, moments=tuple(moments))
         return fastest(
             step, self.budget_bytes, solver=self.solver,
-            time_limit_seconds=min(self.choice_seconds, self.seconds_left() / 4),  # that of the lowest peak is a second choice
+            # that of the lowest peak is a second choice
+            time_limit_seconds=min(self.choice_seconds, self.seconds_left() / 4),
             enough_seconds=(1 + ENOUGH) * self.proven_seconds if self.proven_seconds < inf else 0.0,
         )  # fmt: skip
 

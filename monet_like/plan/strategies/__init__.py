@@ -167,8 +167,8 @@ def register_strategy(make: Function, *, name: str = "") -> Function:
     """Add a strategy, so that `plan`, ``--strategy`` and ``monet-like compare`` know it; also a decorator.
 
     The function is called as ``make(program, costs, budget_bytes, extra_bytes=...)``, with those of ``solver``,
-    ``time_limit_seconds``, ``gap``, ``threads`` and ``progress`` that it has, and further options of `plan`. It returns a
-    `Schedule`, which the simulator judges, or a `Plan`.
+    ``time_limit_seconds``, ``gap``, ``threads`` and ``progress`` that it has, and further options of `plan`. It returns
+    a `Schedule`, which the simulator judges, or a `Plan`.
 
     Args:
         make: the function, which is returned.

@@ -55,8 +55,8 @@ def plain_forward(program: Program, costs: Mapping[str, Cost]) -> PlainForward:
 class Keeping:
     """Schedules that keep the results of some operators and run the others again when they are first needed.
 
-    ``program`` is the program with plain PyTorch's operators only. Schedules are in its indices until `whole` translates
-    them.
+    ``program`` is the program with plain PyTorch's operators only. Schedules are in its indices until `whole`
+    translates them.
     """
 
     def __init__(self, program: Program, costs: Mapping[str, Cost], extra_bytes: int = 0) -> None:

@@ -71,7 +71,10 @@ class _Chain:
 
 
 def _revolve(keeping: Keeping, chain: _Chain, snapshots: int) -> Schedule:
-    """Reverse one link after another. The results of a sweep are kept while something reads them before the next sweep."""
+    """Reverse one link after another.
+
+    The results of a sweep are kept while something reads them before the next sweep.
+    """
     program, plain = keeping.program, keeping.forward.schedule
     first_slot: dict[int, int] = {}
     for slot, link in enumerate(chain.slots):

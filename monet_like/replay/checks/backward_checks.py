@@ -1,7 +1,8 @@
 """Checks at the start of a schedule's backward: what plain PyTorch's graph would do and a schedule's graph cannot.
 
-Results are often made from other results: features, and a loss of them. In plain PyTorch the gradient of the features contains
-what the loss sends back, and a hook on them may change it. In a schedule's graph the results stand side by side.
+Results are often made from other results: features, and a loss of them. In plain PyTorch the gradient of the features
+contains what the loss sends back, and a hook on them may change it. In a schedule's graph the results stand side by
+side.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def inner_results(captured: Captured) -> tuple[int, ...]:
 
 
 def watch_results(positions: Sequence[int], results: Sequence[torch.Tensor]) -> None:
-    """Have a backward refuse to give a part of a gradient for the whole: where something asks for that of one of these results."""
+    """Have a backward refuse to give a part of a gradient for the whole: where something asks for that of one of these
+    results.
+    """
     for position in positions:
         result = results[position]
         if result.grad_fn is not None:
@@ -64,9 +67,9 @@ class _Told:
         returned = self.hook(given)
         if returned is not None and returned is not given:
             raise UsageError(
-                "DeepSpeed's engine scales the gradient of each result when loss.backward() is called, and other results are made from "
-                "one of them; a schedule knows only the part of its gradient that comes from outside the model. Call "
-                "engine.backward(loss), which scales the loss, or give auto_schedule blocks="
+                "DeepSpeed's engine scales the gradient of each result when loss.backward() is called, and other "
+                "results are made from one of them; a schedule knows only the part of its gradient that comes from "
+                "outside the model. Call engine.backward(loss), which scales the loss, or give auto_schedule blocks="
             )
 
 
@@ -102,9 +105,9 @@ class _Watch:
             asked = "is in a loss whose gradient with respect to results torch.autograd.grad is asked for"
         if asked:
             raise UsageError(
-                f"result {self.position} of the model {asked}, and other results are made from it; a schedule knows only the part "
-                "of its gradient that comes from outside the model. Register a hook in the forward, give auto_schedule blocks=, or call the "
-                "model that the schedule wraps"
+                f"result {self.position} of the model {asked}, and other results are made from it; a schedule knows "
+                "only the part of its gradient that comes from outside the model. Register a hook in the forward, give "
+                "auto_schedule blocks=, or call the model that the schedule wraps"
             )
 
 
@@ -116,13 +119,14 @@ def check_backward(captured: Captured, gradients: Sequence[torch.Tensor | None] 
     """
     if any(gradient is not None and _is_batched(gradient) for gradient in gradients):
         raise UsageError(
-            "a schedule's backward was called for many gradients at once (is_grads_batched=True, jacobian(vectorize=True), vmap), and "
-            "it computes one; call it for one after the other, or call the model that the schedule wraps"
+            "a schedule's backward was called for many gradients at once (is_grads_batched=True, "
+            "jacobian(vectorize=True), vmap), and it computes one; call it for one after the other, or call the model "
+            "that the schedule wraps"
         )
     if torch.is_grad_enabled():
         raise UsageError(
-            "a schedule's backward was called with create_graph=True, and second derivatives are not supported; compute "
-            "them on the model that the schedule wraps"
+            "a schedule's backward was called with create_graph=True, and second derivatives are not supported; "
+            "compute them on the model that the schedule wraps"
         )
     if torch.is_autocast_enabled(captured.device.type):
         warnings.warn(

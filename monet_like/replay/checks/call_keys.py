@@ -20,8 +20,8 @@ _looks = attrgetter("shape", "dtype", "requires_grad")
 
 
 def structure(model: nn.Module) -> Any:
-    """A key of a model's structure: modules (weak references), their classes, training flags, and places in each other, and
-    shapes and dtypes of their tensors.
+    """A key of a model's structure: modules (weak references), their classes, training flags, and places in each other,
+    and shapes and dtypes of their tensors.
 
     A module that was replaced equals no other one, whatever its address was. Read in every step, so that every line is
     for speed: ``model.modules()`` and ``model.parameters()`` make names, too, and take several times as long.
@@ -55,8 +55,8 @@ def structure(model: nn.Module) -> Any:
 def arguments(leaves: Sequence[Any]) -> Any:
     """A key of a call's arguments: how tensors look, which of them are one, and all others as they are.
 
-    Of tensors of classes with rules of their own the class, and of a tensor's Python attributes the names: a forward that reads
-    either is refused when it is captured.
+    Of tensors of classes with rules of their own the class, and of a tensor's Python attributes the names: a forward
+    that reads either is refused when it is captured.
     """
     first: dict[int, int] = {}
     described: list[Any] = []
@@ -90,7 +90,7 @@ def hashable(leaf: Any) -> tuple[Any, ...]:
         hash(leaf)
     except TypeError:
         raise UsageError(
-            f"an argument of type {type(leaf).__name__} was given, whose changes cannot be followed; give tensors, numbers, "
-            "strings, or tuples, lists and dicts of them"
+            f"an argument of type {type(leaf).__name__} was given, whose changes cannot be followed; give tensors, "
+            "numbers, strings, or tuples, lists and dicts of them"
         ) from None
     return (leaf,)

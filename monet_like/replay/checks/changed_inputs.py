@@ -1,7 +1,7 @@
 """Inputs and buffers that a forward changes in place, as ``x.relu_()`` does: the caller's own tensor changes, too.
 
-The program computes the new contents beside the old, and copies them in when the forward ends. So nothing may read such a
-tensor later as it was, and no other tensor of the step may lie in the same memory.
+The program computes the new contents beside the old, and copies them in when the forward ends. So nothing may read such
+a tensor later as it was, and no other tensor of the step may lie in the same memory.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def check_changeable(captured: Captured, residents: Sequence[torch.Tensor], inpu
     for value, storage in zip(values, storages, strict=True):
         if value in captured.changed and uses[storage] > 1:
             raise UsageError(
-                f"the forward changes {captured.program.values[value].name} in place, and another input, buffer or parameter "
-                "of this call shares its memory; give a clone"
+                f"the forward changes {captured.program.values[value].name} in place, and another input, buffer or "
+                "parameter of this call shares its memory; give a clone"
             )
     for position in captured.written:
         if inputs[position].requires_grad and inputs[position].is_leaf:

@@ -35,7 +35,8 @@ _told: set[tuple[str, str]] = set()
 
 
 def difference(planned: Machine, here: Machine, peak_bytes: int) -> str:
-    """How the device differs from the one planned for, in words, where it matters for time or memory; "" if it does not.
+    """How the device differs from the one planned for, in words, where it matters for time or memory; "" if it does
+    not.
 
     Args:
         peak_bytes: that the schedule predicts.
@@ -101,13 +102,16 @@ def mismatch(record: ScheduleRecord, model: nn.Module, args: tuple[Any, ...], kw
     if (found := call_difference(record, model, args, kwargs)) is None:
         return ""
     return (
-        f"the schedule was solved {found[0]}, the model was called {found[1]}; smaller inputs (a batch, a length) are fine, anything "
-        "else needs a schedule of its own"
+        f"the schedule was solved {found[0]}, the model was called {found[1]}; smaller inputs (a batch, a length) are "
+        "fine, anything else needs a schedule of its own"
     )
 
 
 #: Why a plan does not serve a call from which `call_difference` tells no difference.
-OTHER_STEP = "other parameters are frozen, other parts in eval mode, other inputs are one tensor or expanded, or results are larger"
+OTHER_STEP = (
+    "other parameters are frozen, other parts in eval mode, other inputs are one tensor or expanded, or results are "
+    "larger"
+)
 
 
 def call_difference(
@@ -116,8 +120,8 @@ def call_difference(
     """What a schedule was planned for and how the model was called, in words; None if the schedule serves the call.
 
     Inputs that are no larger in any dimension, such as a last batch or shorter sequences, run with the same decisions.
-    Anything else must be as solved for. Under another autocast and with weights in another layout other operators run, or
-    others than were priced.
+    Anything else must be as solved for. Under another autocast and with weights in another layout other operators run,
+    or others than were priced.
     """
     found = input_specs(args, kwargs)
     if not fits_within(found, record.inputs):
@@ -147,7 +151,8 @@ def replayed_in_words(record: ScheduleRecord, captured: Captured, inputs: tuple[
     needed = simulate(captured.program, record.schedule, Free()).peak_bytes + record.extra_bytes
     return (
         f"{record.model}: {specs_in_words(inputs)} by the schedule for {specs_in_words(record.inputs)}, captured in "
-        f"{format_seconds(seconds)}; at least {format_bytes(needed)} of the {format_bytes(record.peak_bytes)} that it promises"
+        f"{format_seconds(seconds)}; at least {format_bytes(needed)} of the {format_bytes(record.peak_bytes)} that it "
+        "promises"
     )
 
 
@@ -174,16 +179,17 @@ def check_program(record: ScheduleRecord, captured: Captured, name: str, device:
     planned = planned_for(record.device)
     if program.fingerprint != record.fingerprint and planned.kind != device.type:
         raise ScheduleFileError(
-            f"this schedule was planned for {planned.name}, a {planned.kind} device, and {name} is on {device.type}, where "
-            f"PyTorch runs other operators; move the model to {planned.kind}, name a schedule for {device.type} (zoo:NAME@PROFILE "
-            f"as monet-like zoo list shows them), or plan for it with monet-like solve --device {device.type}"
+            f"this schedule was planned for {planned.name}, a {planned.kind} device, and {name} is on {device.type}, "
+            f"where PyTorch runs other operators; move the model to {planned.kind}, name a schedule for {device.type} "
+            f"(zoo:NAME@PROFILE as monet-like zoo list shows them), or plan for it with monet-like solve --device "
+            f"{device.type}"
         )
     if program.fingerprint != record.fingerprint:
         made = ", ".join(f"{k} {v}" for k, v in sorted(record.versions.items()))
         raise ScheduleFileError(
             f"this schedule does not match the model: it was planned for {record.model}{_counted(record)}, {name} has "
-            f"{_sized(*program.parameters, len(program.slots))}; use the model that it was planned for, with the same frozen "
-            "parameters, train/eval flags, precision, inputs that are one tensor, and versions (planned with "
+            f"{_sized(*program.parameters, len(program.slots))}; use the model that it was planned for, with the same "
+            "frozen parameters, train/eval flags, precision, inputs that are one tensor, and versions (planned with "
             f"{made} for {record.device}; this is torch {torch.__version__}), or plan again with monet-like solve"
             f"{_about_variants(record, program)}"
             f"{_about_dtypes(record, program)}{_about_processes(record.counts.get('processes', 1), among(program))}"
@@ -205,8 +211,8 @@ def told_of_order(inputs: int) -> Iterator[None]:
         if inputs < 2:
             raise
         raise ScheduleFileError(
-            f"{error}; the file does not hold the names of arguments, so its {inputs} inputs were taken to be the first arguments: if "
-            "the model is called by keyword, give ScheduleWrapper example=(args, kwargs)"
+            f"{error}; the file does not hold the names of arguments, so its {inputs} inputs were taken to be the "
+            "first arguments: if the model is called by keyword, give ScheduleWrapper example=(args, kwargs)"
         ) from None
 
 
@@ -218,8 +224,8 @@ def _about_variants(record: ScheduleRecord, program: Program) -> str:
     if not missing:
         return ""
     return (
-        f"; the schedule takes the variants {', '.join(missing)}, which nothing offers here: if they are from outside the "
-        "package, import the module that registers them (monet_like.register_variant) first"
+        f"; the schedule takes the variants {', '.join(missing)}, which nothing offers here: if they are from outside "
+        "the package, import the module that registers them (monet_like.register_variant) first"
     )
 
 
@@ -228,7 +234,8 @@ def exceeds(record: ScheduleRecord, captured: Captured, name: str, device: torch
 
     Operators are the same at any size: a model may upsample four times instead of twice. Without workspace, which
     depends on the device, a step needs at most the peak that was predicted with it. Where plain-torch twins run in the
-    place of compiled kernels, theirs is counted: with it a step may need more than was predicted, but not than the budget.
+    place of compiled kernels, theirs is counted: with it a step may need more than was predicted, but not than the
+    budget.
 
     Raises:
         ScheduleFileError: the schedule breaks the program's rules.
@@ -246,9 +253,9 @@ def exceeds(record: ScheduleRecord, captured: Captured, name: str, device: torch
     if needed <= promised + rounded:
         return _exceeds_by_twins(record, captured, device, promised + rounded)
     return (
-        f"this schedule does not match the model: it promises {record.model} a peak of {format_bytes(promised)} ({promised} "
-        f"bytes), and {name} needs {format_bytes(needed)} ({needed} bytes) with the same operators, whose results are "
-        "larger; plan again with monet-like solve"
+        f"this schedule does not match the model: it promises {record.model} a peak of {format_bytes(promised)} "
+        f"({promised} bytes), and {name} needs {format_bytes(needed)} ({needed} bytes) with the same operators, whose "
+        "results are larger; plan again with monet-like solve"
     )
 
 
@@ -264,7 +271,8 @@ def _exceeds_by_twins(record: ScheduleRecord, captured: Captured, device: torch.
     if missing - of_liger:
         names.append("the compiled kernels of monet_like")
         advice.append(
-            "compile the kernels with python -m monet_like.build (for a GPU, that needs nvcc: monet-like doctor says where it is looked for)"
+            "compile the kernels with python -m monet_like.build (for a GPU, that needs nvcc: monet-like doctor says "
+            "where it is looked for)"
         )
     if of_liger:
         names.append(f"Liger's kernels (liger-kernel {record.versions.get(PACKAGE, '0.8')})")
@@ -277,7 +285,8 @@ def _exceeds_by_twins(record: ScheduleRecord, captured: Captured, device: torch.
 
 
 def carried_over(schedule: Schedule, program: Program, other: Program) -> Schedule | None:
-    """The same decisions for a program with equal forward, whose backward may have other copies; None if they do not fit.
+    """The same decisions for a program with equal forward, whose backward may have other copies; None if they do not
+    fit.
 
     A slot that lacks the way that the schedule takes is done in PyTorch's own.
     """
@@ -341,9 +350,9 @@ def _about_dtypes(record: ScheduleRecord, program: Program) -> str:
     before, now = record.counts.get("buffer_bytes", program.buffer_bytes), program.buffer_bytes
     if record.counts.get("parameter_bytes") == size and now and before / now in _SIZES:
         return (
-            f"; its buffers take {format_bytes(now)} and took {format_bytes(before)}: model.to(dtype) converts buffers too, such as "
-            "frequencies of rotary embeddings, which stay in float32 in a model that is made or loaded in that dtype; make the "
-            "model in the same way as when it was planned"
+            f"; its buffers take {format_bytes(now)} and took {format_bytes(before)}: model.to(dtype) converts buffers "
+            "too, such as frequencies of rotary embeddings, which stay in float32 in a model that is made or loaded in "
+            "that dtype; make the model in the same way as when it was planned"
         )
     return ""
 

@@ -1,8 +1,9 @@
 """Refuses a backward that computes the gradients of inputs and of parameters apart, as zero-bubble pipelines do.
 
-`torch.distributed.pipelining` hooks the autograd nodes at which the gradients of parameters branch off (``register_prehook``),
-asks for the gradients of the inputs alone, and starts from the hooked nodes again later. The nodes of a schedule's backward hand
-no gradient from one to the next, so that the second pass would find nothing, and parameters would stay without gradients.
+`torch.distributed.pipelining` hooks the autograd nodes at which the gradients of parameters branch off
+(``register_prehook``), asks for the gradients of the inputs alone, and starts from the hooked nodes again later. The
+nodes of a schedule's backward hand no gradient from one to the next, so that the second pass would find nothing, and
+parameters would stay without gradients.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ _Function = TypeVar("_Function", bound=type[Any])
 def apart(who: str) -> UsageError:
     """The error that refuses it; ``who`` computes so."""
     return UsageError(
-        f"{who} computes the gradients of inputs and those of parameters apart (dI and dW, as zero-bubble pipelines do), and the "
-        "backward of a schedule makes both in one pass; take ScheduleGPipe, Schedule1F1B or ScheduleInterleaved1F1B, or leave the "
-        "model without schedules"
+        f"{who} computes the gradients of inputs and those of parameters apart (dI and dW, as zero-bubble pipelines "
+        "do), and the backward of a schedule makes both in one pass; take ScheduleGPipe, Schedule1F1B or "
+        "ScheduleInterleaved1F1B, or leave the model without schedules"
     )
 
 

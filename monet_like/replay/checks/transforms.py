@@ -25,5 +25,6 @@ def check_transforms(model: torch.nn.Module, inputs: Iterable[torch.Tensor]) -> 
             return
         asked = "with tangents of forward-mode derivatives"
     raise UsageError(
-        f"{type(model).__name__} was called {asked}, and a schedule has a backward alone; call the model that the schedule wraps"
+        f"{type(model).__name__} was called {asked}, and a schedule has a backward alone; call the model that the "
+        "schedule wraps"
     )

@@ -124,9 +124,9 @@ def warn_of_liger(program: Program, schedule: Schedule, device: torch.device, st
         return
     _warned_of_liger = True
     warnings.warn(
-        "the schedule takes Liger's kernels, which are not installed here, so plain-torch twins run: results are the same to "
-        "rounding, steps take longer and more memory than the schedule promises. Install Liger with pip install "
-        "'monet_like[liger]' (and do not set MONET_LIKE_LIGER=0), or plan here",
+        "the schedule takes Liger's kernels, which are not installed here, so plain-torch twins run: results are the "
+        "same to rounding, steps take longer and more memory than the schedule promises. Install Liger with pip "
+        "install 'monet_like[liger]' (and do not set MONET_LIKE_LIGER=0), or plan here",
         stacklevel=stacklevel + 1,
     )
 
@@ -142,8 +142,9 @@ def warn_of_twins(captured: Captured, device: torch.device, stacklevel: int) -> 
     _warned = True
     warnings.warn(
         "the compiled CUDA kernels of monet_like are not there, so plain-torch twins run on the GPU: results are the "
-        f"same, steps take longer and more memory than schedules promise that were planned with kernels ({ops.status()}). "
-        f"Install nvcc (for CUDA 13 pip install 'monet_like[kernels]', else NVIDIA's CUDA toolkit {torch.version.cuda}) and a "
-        "C++ compiler, then run python -m monet_like.build; or plan here, where twins are measured",
+        f"same, steps take longer and more memory than schedules promise that were planned with kernels "
+        f"({ops.status()}). Install nvcc (for CUDA 13 pip install 'monet_like[kernels]', else NVIDIA's CUDA toolkit "
+        f"{torch.version.cuda}) and a C++ compiler, then run python -m monet_like.build; or plan here, where twins are "
+        "measured",
         stacklevel=stacklevel + 1,
     )

@@ -19,9 +19,9 @@ def reserve(schedule: str | Path | ScheduleRecord, device: torch.device | str | 
     """Allocate and free one block as large as a schedule's step needs beyond the memory that is allocated now.
 
     To be called before the first step, with the model on its device. PyTorch's allocator keeps the block and cuts the
-    step's tensors from it; else it asks the driver for blocks of many sizes, some of which fit nothing later on. What fits
-    into no gap of the block is still taken beside it (docs/faq.md, Fragmentation). cuBLAS's workspaces are taken before
-    the block, so that they lie beside it.
+    step's tensors from it; else it asks the driver for blocks of many sizes, some of which fit nothing later on. What
+    fits into no gap of the block is still taken beside it (docs/faq.md, Fragmentation). cuBLAS's workspaces are taken
+    before the block, so that they lie beside it.
 
     Args:
         schedule: a schedule file, or a loaded `ScheduleRecord`.
@@ -56,9 +56,9 @@ def reserve(schedule: str | Path | ScheduleRecord, device: torch.device | str | 
 def place_memory(model: nn.Module) -> None:
     """Have a model's training steps cut their tensors from one block of memory, each at a place that is chosen ahead.
 
-    What the allocator takes from the device then hardly exceeds the schedule's peak: the steps' tensors of a MiB and more come from
-    the block, all others from PyTorch's allocator as before. Results do not change. The model's first two steps run without: they
-    show what a step allocates.
+    What the allocator takes from the device then hardly exceeds the schedule's peak: the steps' tensors of a MiB and
+    more come from the block, all others from PyTorch's allocator as before. Results do not change. The model's first
+    two steps run without: they show what a step allocates.
 
     Args:
         model: a `ScheduleWrapper`, or what `monet_like.auto_schedule` returns without ``blocks``; on a CPU or a GPU.
@@ -68,7 +68,8 @@ def place_memory(model: nn.Module) -> None:
     """
     if not isinstance(model, ScheduleWrapper) or not model.plans_its_memory:
         raise UsageError(
-            f"place_memory was given a {type(model).__name__}; it takes a ScheduleWrapper, or a model of auto_schedule without blocks"
+            f"place_memory was given a {type(model).__name__}; it takes a ScheduleWrapper, or a model of auto_schedule "
+            "without blocks"
         )
     device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     arena_library(device.type)

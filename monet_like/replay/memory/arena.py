@@ -1,9 +1,9 @@
 """Places what a training step allocates: in one block of memory that is hardly larger than the step's peak.
 
-PyTorch's allocators do not know what comes next. The blocks that they keep are cut where the next tensor does not fit, and what they
-hold grows far above what is allocated; on a CPU, pages are given back to the system and made anew in every step. A training
-step allocates the same every time: here its second run is recorded, offsets are chosen (`monet_like.replay.memory.placement`), and from the
-third on csrc/arena hands them out.
+PyTorch's allocators do not know what comes next. The blocks that they keep are cut where the next tensor does not fit,
+and what they hold grows far above what is allocated; on a CPU, pages are given back to the system and made anew in
+every step. A training step allocates the same every time: here its second run is recorded, offsets are chosen
+(`monet_like.replay.memory.placement`), and from the third on csrc/arena hands them out.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _log = logging.getLogger("monet_like")
 
 #: The step that is recorded: the first also makes what lasts, such as workspaces of libraries.
 RECORDED = 2
-#: Autograd's thread may still be freeing what the step before has left: so many seconds are given to it, in so many parts. A
-#: trainer that keeps tensors is waited for in vain, and not more often than so.
+#: Autograd's thread may still be freeing what the step before has left: so many seconds are given to it, in so many
+#: parts. A trainer that keeps tensors is waited for in vain, and not more often than so.
 WAIT_SECONDS, WAIT_PARTS, MOST_WAITS_IN_VAIN = 0.002, 20, 3
 #: A step that is not like the recorded one is recorded again, at most so often.
 MOST_RECORDINGS = 4
@@ -104,7 +104,9 @@ class StepMemory:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """How many allocations of a MiB or more got their place in the latest step, and how many were not as recorded."""
+        """How many allocations of a MiB or more got their place in the latest step, and how many were not
+        as recorded.
+        """
         found = (ctypes.c_int64 * 2)()
         self._library.arena_counts(self._plan, found)
         return found[0], found[1]
@@ -220,7 +222,8 @@ def arena_library(kind: str) -> Any:
     for name, *arguments in (
         ("arena_drop_plan", ctypes.c_int64), ("arena_drop_block", ctypes.c_int64), ("arena_count", ctypes.c_int64),
         ("arena_taken", ctypes.c_int64),
-        ("arena_record", ctypes.c_int64, ctypes.c_int), ("arena_read", ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p),
+        ("arena_record", ctypes.c_int64, ctypes.c_int), ("arena_read", ctypes.c_int64, ctypes.c_void_p,
+        ctypes.c_void_p),
         ("arena_place", ctypes.c_int64, ctypes.c_void_p), ("arena_counts", ctypes.c_int64, ctypes.c_void_p),
         ("arena_fill", ctypes.c_int64, ctypes.c_int, ctypes.c_int64),
         ("arena_leave", ctypes.c_int), ("arena_enter", ctypes.c_int64, ctypes.c_int64, ctypes.c_int, ctypes.c_int),

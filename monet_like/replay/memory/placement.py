@@ -1,7 +1,7 @@
 """Placement: where in one block of memory tensors of known lifetimes lie, so that the block is small.
 
-The memory of a step is the most that lives at one time. An allocator that does not know what comes next needs more, because a tensor
-fits into no gap that is left. Ahead of time the gaps can be avoided: see csrc/plan/placement.cpp.
+The memory of a step is the most that lives at one time. An allocator that does not know what comes next needs more,
+because a tensor fits into no gap that is left. Ahead of time the gaps can be avoided: see csrc/plan/placement.cpp.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from ...plan.local_search.native import library, storage_of
 
-#: Looks at a neighbour after which the search ends, and the part above the lower bound with which it is content: about a second.
+#: Looks at a neighbour after which the search ends, and the part above the lower bound with which it is content: about
+#: a second.
 MOST_STEPS, GOOD_ENOUGH = 200_000_000, 0.002
 
 
@@ -37,7 +38,8 @@ def place(lifetimes: Sequence[Lifetime], *, most_steps: int = MOST_STEPS, seed: 
     """Choose offsets so that no two tensors that live at the same time overlap.
 
     Args:
-        most_steps: of the search; 0: only the best of four simple orders. Without the compiled library this is always so.
+        most_steps: of the search; 0: only the best of four simple orders. Without the compiled library this is always
+            so.
 
     Returns:
         The same for the same arguments.
@@ -76,7 +78,8 @@ def _orders(lifetimes: Sequence[Lifetime]) -> list[list[int]]:
         lambda one: (one.begin - one.end, -one.bytes),
         lambda one: (one.begin, -one.bytes),
     ]
-    return [sorted(range(len(lifetimes)), key=lambda i, key=key: key(lifetimes[i])) for key in keys]  # type: ignore[misc]
+    # type: ignore[misc]
+    return [sorted(range(len(lifetimes)), key=lambda i, key=key: key(lifetimes[i])) for key in keys]
 
 
 def _in_order(lifetimes: Sequence[Lifetime], order: Sequence[int]) -> list[int]:

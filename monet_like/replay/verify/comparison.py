@@ -4,7 +4,8 @@ Two steps that compute the same in another order differ by rounding. How much th
 advance: the gradient of a bias before a batch norm is zero, so that all of it is rounding, and one ReLU whose input is
 near zero moves every gradient before it. So the judgement has three limits:
 
-1. Up to `TOLERANCE`, relative to the tensor itself, a difference is right; up to `TF32_TOLERANCE` where TF32 computes, up to
+1. Up to `TOLERANCE`, relative to the tensor itself, a difference is right; up to `TF32_TOLERANCE` where TF32 computes,
+  up to
    `TRANSFORM_TOLERANCE` where a schedule's convolutions transform their tensors.
 2. Beyond that it may be `ROUNDING_FACTOR` times the difference that rounding alone makes **to this tensor** in plain
    PyTorch. The caller measures it, by steps of plain PyTorch in float64 or with weights changed in the last places.
@@ -34,11 +35,12 @@ Differences = Mapping[str, tuple[float, ...]]
 
 #: Relative difference that changed arithmetic may cause, by bytes per real number.
 TOLERANCE = {8: 1e-10, 4: 1e-4, 2: 2e-2}
-#: The same for float32 where products run in TF32: eight times its unit roundoff of 2**-11, 0.4 %. One product differs by
-#: about one, n in a row by about the root of n.
+#: The same for float32 where products run in TF32: eight times its unit roundoff of 2**-11, 0.4 %. One product differs
+#: by about one, n in a row by about the root of n.
 TF32_TOLERANCE = 8 * 2.0**-11
-#: The same for float32 where a schedule takes convolutions by FFT or Winograd: sums of transformed tiles, whose differences
-#: cancel. (U-Net at batch 11 on a GPU, one weight's gradient by Winograd: 2e-4 from the products', where sums alone differ by 2e-6.)
+#: The same for float32 where a schedule takes convolutions by FFT or Winograd: sums of transformed tiles, whose
+#: differences cancel. (U-Net at batch 11 on a GPU, one weight's gradient by Winograd: 2e-4 from the products', where
+#: sums alone differ by 2e-6.)
 TRANSFORM_TOLERANCE = 1e-3
 #: A difference may be this many times the difference that rounding alone makes in plain PyTorch.
 ROUNDING_FACTOR = 4.0
@@ -47,8 +49,8 @@ MOST = 0.75
 #: The same for tensors that are zero but for rounding: in units in the last place of the largest tensor of their kind
 #: (`torch.finfo.eps`, of the dtype that was computed in), but no more than `MOST` of it.
 MOST_UNITS = 32.0
-#: The same where rounding alone changes a tensor by its own size. (MobileNetV2 at batch 272 on a GPU: the bias of a batch
-#: norm that another one follows, a sum of 3.4 million terms, is 40 units of noise.)
+#: The same where rounding alone changes a tensor by its own size. (MobileNetV2 at batch 272 on a GPU: the bias of a
+#: batch norm that another one follows, a sum of 3.4 million terms, is 40 units of noise.)
 MOST_UNITS_OF_NOISE = 256.0
 
 
@@ -80,7 +82,8 @@ def differences(plain: Tensors, other: Tensors, known: Differences | None = None
     """The differences between the results of two steps, by name; the larger of them and ``known``.
 
     Args:
-        plain, other: tensors after plain PyTorch's step, and after one that differs from it by rounding alone, such as in float64.
+        plain, other: tensors after plain PyTorch's step, and after one that differs from it by rounding alone, such as
+            in float64.
         known: of further such steps. Their tensors need not be kept.
     """
     made = dict(known or {})

@@ -26,16 +26,19 @@ from .comparison import Differences, Tensors, Verdict, compare, differences
 from .tf32 import EPS as tf32_eps
 from .tf32 import runs_in_tf32
 
-#: At most so many times are the weights of plain PyTorch changed in the last places, to see what rounding does to it. It
-#: is judged after each, so that most checks need one.
+#: At most so many times are the weights of plain PyTorch changed in the last places, to see what rounding does to it.
+#: It is judged after each, so that most checks need one.
 SHAKEN = 8
-#: By how much, in units in the last place: more where that is still far below what is tolerated anyway, because one ReLU
-#: whose input is near zero moves a gradient by more than any fixed tolerance would allow, and some step must show it.
+#: By how much, in units in the last place: more where that is still far below what is tolerated anyway, because one
+#: ReLU whose input is near zero moves a gradient by more than any fixed tolerance would allow, and some step must show
+#: it.
 SHAKEN_UNITS = {8: 16.0, 4: 16.0, 2: 1.0}
 
 
 def real_example(example: Example, device: torch.device) -> Example:
-    """Random inputs on ``device`` of the shapes of ``example``, whose tensors may be fake (0 or 1 where they are integers)."""
+    """Random inputs on ``device`` of the shapes of ``example``, whose tensors may be fake (0 or 1 where they are
+    integers).
+    """
     generator = torch.Generator().manual_seed(0)
 
     def real(leaf: torch.Tensor) -> torch.Tensor:
@@ -58,7 +61,9 @@ def train_step(model: Callable[..., Any], example: Example) -> list[torch.Tensor
 
 
 def same_step(say: Callable[[str], None], model: nn.Module, record: ScheduleRecord, example: Example) -> bool:
-    """Compare outputs, gradients and buffers after a step with plain PyTorch's; ``say`` gets the findings, line by line."""
+    """Compare outputs, gradients and buffers after a step with plain PyTorch's; ``say`` gets the findings, line by
+    line.
+    """
     plain, wrapped = copy.deepcopy(model), ScheduleWrapper(copy.deepcopy(model), record)
     mine, theirs = everything_after_a_step(plain, example), everything_after_a_step(wrapped, example)
     verdicts = judged(model, example, mine, theirs, transforms=takes_transforms(record))
@@ -68,7 +73,8 @@ def same_step(say: Callable[[str], None], model: nn.Module, record: ScheduleReco
     worst = max(verdicts, key=lambda v: v.error)
     equal = sum(v.error == 0.0 for v in verdicts)
     say(
-        f"{equal} of {len(verdicts)} tensors equal bit by bit; largest relative difference {worst.error:.2e} ({worst.name})"
+        f"{equal} of {len(verdicts)} tensors equal bit by bit; largest relative difference {worst.error:.2e} "
+        f"({worst.name})"
     )
     if measured := [v for v in verdicts if v.rounding]:
         largest = max(measured, key=lambda v: v.rounding)
@@ -114,7 +120,8 @@ def judged(
             break
         rounding = differences(mine, everything_after_a_step(shaken(model, seed, eps), example), rounding)
         if not seed and not draws(model, example, mine):  # in float64, noise is other noise
-            # Float64 takes twice the memory, and models that name a dtype do not run in it: the other steps must do then.
+            # Float64 takes twice the memory, and models that name a dtype do not run in it: the other steps must do
+            # then.
             with autocast_as("", device), contextlib.suppress(RuntimeError):
                 exact = everything_after_a_step(copy.deepcopy(model).double(), _as_double(example))
                 rounding = differences(mine, exact, rounding)

@@ -76,7 +76,8 @@ def test_a_copy_is_gone_once_the_value_is_made_again() -> None:
     """And not only where the task stands that made it in the forward: then it would not fit beside `wide`."""
     maker = ProgramMaker()
     x, v, copy, w = (
-        maker.value("x", 0, "input"), *(maker.value(n, size, "forward") for n, size in (("v", 8), ("copy", 4), ("w", 8)))
+        maker.value("x", 0, "input"),
+        *(maker.value(n, size, "forward") for n, size in (("v", 8), ("copy", 4), ("w", 8)))
     )  # fmt: skip
     one, other = (maker.value(name, 0, "forward") for name in ("one", "other"))
     tangent, gradient = (maker.value(name, 0, "backward") for name in ("tangent", "gradient"))

@@ -52,7 +52,9 @@ def test_any_blocks_and_rows_bound_the_best_schedule_and_the_finest_mostly_equal
 
 
 def chain(length: int) -> tuple[Program, dict[str, Cost]]:
-    """Every value, of 1 byte, is made from the one before it; every second one is read by a slot, the last one first."""
+    """Every value, of 1 byte, is made from the one before it; every second one is read by a slot, the
+    last one first.
+    """
     values = tuple(Value(f"v{v}", 1, "forward") for v in range(length))
     tasks = tuple(Task(f"t{v}", (v - 1,) if v else (), (v,), "run") for v in range(length))
     slots = tuple((Task(f"s{v}", (v,), (), "slot"),) for v in reversed(range(0, length - 1, 2)))

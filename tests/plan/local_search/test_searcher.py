@@ -237,7 +237,9 @@ def test_policies_that_lack_a_needed_value_give_no_schedule() -> None:
 
 
 def test_the_fastest_ways_have_a_plan_where_a_gpu_has_many_batch_norms() -> None:
-    """Three tasks may write a batch norm's statistics, one of them with the sum after it; cuDNN's alone writes its reserve."""
+    """Three tasks may write a batch norm's statistics, one of them with the sum after it; cuDNN's alone writes its
+    reserve.
+    """
     block = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.ReLU6(), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
 
     class Inverted(nn.Module):
