@@ -25,6 +25,7 @@ State = Literal["ok", "absent", "broken"]
 REQUIRED = {
     "torch": "everything",
     "networkx": "variants",
+    "msgspec": "files",
     "click": "the command line",
     "rich": "the command line",
     "psutil": "memory of the machine",
