@@ -87,8 +87,7 @@ def show(found: dict[str, object]) -> None:
         f"{format_seconds(found['plain_seconds'])}"
     )  # type: ignore[arg-type]
     print(
-        # type: ignore[arg-type]
-        f"  {len(found['rows'])} budgets in {found['seconds']:.1f} s wall, {found['processor_seconds']:.1f} s CPU "
+        f"  {len(found['rows'])} budgets in {found['seconds']:.1f} s wall, {found['processor_seconds']:.1f} s CPU "  # type: ignore[arg-type]
         f"({stages})"
     )
     for row in found["rows"]:  # type: ignore[attr-defined]

@@ -103,8 +103,7 @@ def _step(model: nn.Module, kwargs: dict[str, torch.Tensor]) -> None:
 
 def _ours(model: nn.Module, share: int) -> nn.Module:
     blocks = model.layers if isinstance(model, Blocks) else None
-    # type: ignore[arg-type]
-    return monet_like.auto_schedule(model, memory_budget=f"{share}%", effort="quick", blocks=blocks, verbose=False)
+    return monet_like.auto_schedule(model, memory_budget=f"{share}%", effort="quick", blocks=blocks, verbose=False)  # type: ignore[arg-type]
 
 
 def _theirs(model: nn.Module, share: int) -> nn.Module:

@@ -129,8 +129,7 @@ def acts_as_plain(tensor: torch.Tensor) -> bool:
     if kind in _PLAIN_TYPES or kind.__module__.partition(".")[0] in _OF_LABELS:
         return True
     function = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
-    # type: ignore[attr-defined]
-    functions = (torch.Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)
+    functions = (torch.Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # type: ignore[attr-defined]
     return function in functions and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 

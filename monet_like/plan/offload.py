@@ -155,8 +155,7 @@ def _fetches(program: Program, schedule: Schedule) -> Iterator[list[_Move]]:
         for whole in tasks:
             if program.tasks[whole].copies == "whole":
                 yield [
-                    # type: ignore[misc]
-                    lambda now, whole=whole, slot=slot, start=start, end=end, early=early: _started(
+                    lambda now, whole=whole, slot=slot, start=start, end=end, early=early: _started(  # type: ignore[misc]
                         now, slot, whole, early, start, end
                     )
                     for start, end in _starts_and_ends(program, whole)

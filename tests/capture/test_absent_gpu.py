@@ -44,8 +44,7 @@ REFUSED = {
 @pytest.fixture(scope="module")
 def on_gpu(fake_gpu_library: Path, request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
     """What `captures` says, on the fake GPU, of the cases that are asked for in this run."""
-    # type: ignore[attr-defined]
-    asking = (item for item in request.session.items if request.path == item.path and "on_gpu" in item.fixturenames)
+    asking = (item for item in request.session.items if request.path == item.path and "on_gpu" in item.fixturenames)  # type: ignore[attr-defined]
     cases = [item.callspec.params["name"] for item in asking]
     command = [sys.executable, str(build.HERE / "captures.py"), *cases]
     done: subprocess.CompletedProcess[str] = build.run(fake_gpu_library, command)

@@ -32,8 +32,7 @@ CAPABILITIES = ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
 @pytest.fixture(scope="module")
 def chosen(fake_gpu_library: Path, request: pytest.FixtureRequest) -> dict[tuple[int, int], list[int]]:
     """PyTorch's choices on the fake GPU, for the cards that are asked for in this run."""
-    # type: ignore[attr-defined]
-    asking = (item for item in request.session.items if request.path == item.path and "chosen" in item.fixturenames)
+    asking = (item for item in request.session.items if request.path == item.path and "chosen" in item.fixturenames)  # type: ignore[attr-defined]
     cards = [item.callspec.params["capability"] for item in asking]
     command = [sys.executable, str(build.HERE / "attention_choices.py"), *(f"{10 * a + b}" for a, b in cards)]
     done = build.run(fake_gpu_library, command)
@@ -62,8 +61,7 @@ def operators(captured: Captured) -> set[str]:
 
 def grouped(**options: object) -> Captured:
     model = Grouped().to(torch.bfloat16)
-    # type: ignore[arg-type]
-    return capture(model, (torch.randn(2, 32, 64, dtype=torch.bfloat16),), target=CUDA, **options)
+    return capture(model, (torch.randn(2, 32, 64, dtype=torch.bfloat16),), target=CUDA, **options)  # type: ignore[arg-type]
 
 
 def test_the_card_decides() -> None:

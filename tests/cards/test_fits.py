@@ -141,8 +141,7 @@ def test_bytes_of_quantised_weights_are_those_of_bitsandbytes() -> None:
     bitsandbytes = pytest.importorskip("bitsandbytes")
 
     def theirs(**options: object) -> torch.nn.Module:
-        # type: ignore[no-any-return]
-        return bitsandbytes.nn.Linear4bit(64, 64, bias=False, quant_type="nf4", **options).to("cpu")
+        return bitsandbytes.nn.Linear4bit(64, 64, bias=False, quant_type="nf4", **options).to("cpu")  # type: ignore[no-any-return]
 
     def ours(quant: str) -> dict[str, tuple[torch.dtype, int]]:
         modules = read(Small(1), lora=4, quant=quant).model.named_modules()
@@ -156,8 +155,7 @@ def test_bytes_of_quantised_weights_are_those_of_bitsandbytes() -> None:
     state, inner = plain.weight.quant_state, nested.weight.quant_state  # type: ignore[union-attr]
     assert ours("nf4") == {"weight": of(plain.weight), "scales": of(state.absmax)}  # type: ignore[arg-type, union-attr]
     assert ours("nf4_double") == {
-        # type: ignore[arg-type, union-attr]
-        "weight": of(nested.weight), "scales": of(inner.absmax), "second": of(inner.state2.absmax),
+        "weight": of(nested.weight), "scales": of(inner.absmax), "second": of(inner.state2.absmax),  # type: ignore[arg-type, union-attr]
         "code": of(inner.state2.code), "offset": of(inner.offset),  # type: ignore[arg-type, union-attr]
     }  # fmt: skip
     eight = bitsandbytes.nn.Linear8bitLt(64, 64, bias=False, has_fp16_weights=False).to("cpu")

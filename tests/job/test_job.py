@@ -121,8 +121,7 @@ def test_ten_percent_more_memory_saves_what_the_front_says() -> None:
     from monet_like.plan.budgets import Point, percent_per_tenth
 
     def point(budget: int, seconds: float | None) -> Point:
-        # type: ignore[arg-type]
-        return Point(budget, None if seconds is None else SimpleNamespace(report=SimpleNamespace(seconds=seconds)))
+        return Point(budget, None if seconds is None else SimpleNamespace(report=SimpleNamespace(seconds=seconds)))  # type: ignore[arg-type]
 
     found = percent_per_tenth([point(50, None), point(100, 10.0), point(200, 5.0), point(210, 4.0), point(220, 4.0)])
     assert found == (None, pytest.approx(5.0), pytest.approx(20.0), pytest.approx(0.0), None)
@@ -180,8 +179,7 @@ def test_a_real_step_stands_first_and_leaves_the_model_alone(tmp_path: Path) -> 
     """Its gradients, buffers and random numbers, too."""
     model = net()
     model(IMAGES).mean().backward()
-    # type: ignore[union-attr]
-    held = [*(p.grad.clone() for p in model.parameters()), *(b.clone() for b in model.buffers())]
+    held = [*(p.grad.clone() for p in model.parameters()), *(b.clone() for b in model.buffers())]  # type: ignore[union-attr]
     plan = monet_like.problem(model, IMAGES, device="roofline:cpu", mode="normal").plan("90%", strategy="heuristic")
     state = torch.get_rng_state()
     figures = plan.report(tmp_path / "s.html", front="off", live=True)

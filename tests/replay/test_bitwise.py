@@ -67,8 +67,7 @@ def trained(model: nn.Module, args: tuple[torch.Tensor, ...], autocast: str = ""
             results = tensors(model(*args))
         weights = torch.Generator().manual_seed(9)
         trained_ones = [t for t in results if t.requires_grad]
-        # type: ignore
-        sum((t.float() * torch.randn(t.shape, generator=weights)).sum() for t in trained_ones).backward()
+        sum((t.float() * torch.randn(t.shape, generator=weights)).sum() for t in trained_ones).backward()  # type: ignore
         found |= {f"{step} result {i}": t.detach().clone() for i, t in enumerate(results)}
         found |= {f"{step} gradient of input {i}": t.grad for i, t in enumerate(args)}
         found |= {f"{step} gradient of {n}": p.grad for n, p in model.named_parameters()}

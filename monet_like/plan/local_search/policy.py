@@ -217,8 +217,7 @@ class Tables:
             return (least, seconds) if smallest else (seconds, least)
 
         count = len(self.bytes)
-        # type: ignore[misc]
-        chosen = [min(range(len(options)), key=lambda k, o=options: price(o[k])) for options in self.options]
+        chosen = [min(range(len(options)), key=lambda k, o=options: price(o[k])) for options in self.options]  # type: ignore[misc]
         return Policy(
             keep=array("B", (int(keep[v] and bool(self.first[v])) for v in range(count))),
             hold=array("B", [int(hold)]) * count,

@@ -78,8 +78,7 @@ def _orders(lifetimes: Sequence[Lifetime]) -> list[list[int]]:
         lambda one: (one.begin - one.end, -one.bytes),
         lambda one: (one.begin, -one.bytes),
     ]
-    # type: ignore[misc]
-    return [sorted(range(len(lifetimes)), key=lambda i, key=key: key(lifetimes[i])) for key in keys]
+    return [sorted(range(len(lifetimes)), key=lambda i, key=key: key(lifetimes[i])) for key in keys]  # type: ignore[misc]
 
 
 def _in_order(lifetimes: Sequence[Lifetime], order: Sequence[int]) -> list[int]:
