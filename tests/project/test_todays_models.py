@@ -202,6 +202,10 @@ def _trained(model: nn.Module, row: Row) -> list[torch.Tensor | None]:
     return found
 
 
+#: Models whose first forward sets what they read: the kind of problem in the configuration, hooks that are installed.
+SET_IN_FIRST_FORWARD = {"Swin", "LLaVA"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ROWS)
 def test_a_model_is_trained_exactly(name: str) -> None:
@@ -218,7 +222,8 @@ def test_a_model_is_trained_exactly(name: str) -> None:
         copied, record_for(captured, schedule, MODE, (copied, (), batch)), example=((), batch), captured=captured
     )
     expected, found = _trained(model, row), _trained(wrapped, row)
-    assert len(wrapped._kept) == 1  # what differs between batches is no reason for another capture
+    # What differs between batches is no reason for another capture; what the first forward sets and later ones read is.
+    assert len(wrapped._kept) == 1 + (name in SET_IN_FIRST_FORWARD)
     for one, other in zip(expected, found, strict=True):
         assert (one is None) == (other is None)
         assert one is None or torch.equal(one, other)
