@@ -251,6 +251,8 @@ def changed(content: Any, name: str) -> Any:
     elif name == "fewer blocks":
         content["blocks"] = content["blocks"][:-1]
     elif name == "no schedule":
+        content["blocks"][0] = None
+    elif name == "negative number":
         content["blocks"][0] = -1
     elif name == "wrong schedule":
         content["blocks"][0] = len(content["points"])
@@ -264,7 +266,7 @@ def changed(content: Any, name: str) -> Any:
 
 @pytest.mark.slow(but=["another program"])
 @pytest.mark.parametrize(
-    "name", ["another program", "fewer blocks", "no schedule", "wrong schedule", "wrong value", "wrong type"]
+    "name", ["another program", "fewer blocks", "no schedule", "wrong schedule", "negative number", "wrong value", "wrong type"]
 )
 def test_a_file_that_does_not_fit_is_planned_anew(name: str, started: Path) -> None:
     kept = KeptBlocks.load(started)
