@@ -266,7 +266,16 @@ def changed(content: Any, name: str) -> Any:
 
 @pytest.mark.slow(but=["another program"])
 @pytest.mark.parametrize(
-    "name", ["another program", "fewer blocks", "no schedule", "wrong schedule", "negative number", "wrong value", "wrong type"]
+    "name",
+    [
+        "another program",
+        "fewer blocks",
+        "no schedule",
+        "wrong schedule",
+        "negative number",
+        "wrong value",
+        "wrong type",
+    ],
 )
 def test_a_file_that_does_not_fit_is_planned_anew(name: str, started: Path) -> None:
     kept = KeptBlocks.load(started)

@@ -28,6 +28,9 @@ _DECIDING = {
     "aten._ctc_loss.Tensor": ("input_lengths", "target_lengths"),
 }
 
+#: Such operators that PyTorch does not tag so; the second only with PyTorch 2.11.
+_UNTAGGED = ("aten._ctc_loss.Tensor", "aten._unique.default")
+
 _MASKS = (torch.bool, torch.uint8)
 _WRITING = ("__setitem__", "index_put", "index_put_")
 
@@ -35,7 +38,7 @@ _WRITING = ("__setitem__", "index_put", "index_put_")
 @cache
 def may_decide(func: Any) -> bool:
     """Whether values may decide the size of an operator's result."""
-    return torch.Tag.dynamic_output_shape in getattr(func, "tags", ()) or str(func) == "aten._ctc_loss.Tensor"
+    return torch.Tag.dynamic_output_shape in getattr(func, "tags", ()) or str(func) in _UNTAGGED
 
 
 def deciding(func: Any, given: Mapping[str, Any]) -> list[torch.Tensor]:
