@@ -127,7 +127,8 @@ def kinds_of(of: Blocks, first: Rehearsed) -> list[Kind | None]:
     if not any(found):
         raise UsageError(
             f"no block of {type(of.model).__name__} has a gradient in its training step; give blocks with parameters "
-            "that are trained, or whose inputs have gradients, in training mode (model.train())"
+            "that are trained, or whose inputs have gradients, in training mode (model.train()) and without reentrant "
+            "checkpointing around them (model.gradient_checkpointing_disable()): a schedule says what runs again"
         )
     return found
 
