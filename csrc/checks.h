@@ -2,11 +2,6 @@
 
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-#include <ATen/ops/empty_strided.h>
-
 #include <algorithm>
 #include <numeric>
 #include <optional>
@@ -14,44 +9,45 @@
 #include <vector>
 
 #include "elementwise.h"
+#include "tensor.h"
 
 namespace monet_like {
 
-inline void check_floating(const at::Tensor& t, const char* op, const char* name) {
+inline void check_floating(const Tensor& t, const char* op, const char* name) {
   const auto type = t.scalar_type();
-  TORCH_CHECK_TYPE(
-      type == at::kFloat || type == at::kDouble || type == at::kHalf || type == at::kBFloat16,
+  MONET_CHECK(
+      type == kFloat || type == kDouble || type == kHalf || type == kBFloat16,
       "monet_like::", op, ": ", name, " must be float32, float64, float16 or bfloat16, got ", type);
 }
 
-inline void check_packed(const at::Tensor& packed, int64_t numel, const at::Tensor& other, const char* op) {
-  TORCH_CHECK_TYPE(
-      packed.scalar_type() == at::kByte, "monet_like::", op, ": the packed mask must be uint8, got ",
+inline void check_packed(const Tensor& packed, int64_t numel, const Tensor& other, const char* op) {
+  MONET_CHECK(
+      packed.scalar_type() == kByte, "monet_like::", op, ": the packed mask must be uint8, got ",
       packed.scalar_type());
-  TORCH_CHECK_VALUE(
+  MONET_CHECK(
       packed.dim() == 1 && packed.is_contiguous() && packed.numel() == packed_bytes(numel), "monet_like::", op,
       ": a mask of ", numel, " bits has shape [", packed_bytes(numel), "] and is contiguous, got shape ",
       packed.sizes());
-  TORCH_CHECK_VALUE(
+  MONET_CHECK(
       packed.device() == other.device(), "monet_like::", op, ": mask on ", packed.device(), ", tensor on ",
       other.device());
 }
 
-inline void check_bytes(const at::Tensor& t, const char* op) {
-  TORCH_CHECK_TYPE(
-      t.scalar_type() == at::kByte, "monet_like::", op, ": x must be uint8, got ", t.scalar_type());
+inline void check_bytes(const Tensor& t, const char* op) {
+  MONET_CHECK(
+      t.scalar_type() == kByte, "monet_like::", op, ": x must be uint8, got ", t.scalar_type());
 }
 
-inline void check_nibbles(const at::Tensor& packed, int64_t numel) {
+inline void check_nibbles(const Tensor& packed, int64_t numel) {
   check_bytes(packed, "unpack_nibbles");
-  TORCH_CHECK_VALUE(
+  MONET_CHECK(
       packed.dim() == 1 && packed.is_contiguous() && packed.numel() == (numel + 1) / 2,
       "monet_like::unpack_nibbles: ", numel, " half bytes have shape [", (numel + 1) / 2,
       "] and are contiguous, got shape ", packed.sizes());
 }
 
 // Whether `stride` lays `size` out without gaps and without overlap, in some order of the dimensions.
-inline bool is_dense(at::IntArrayRef size, at::IntArrayRef stride) {
+inline bool is_dense(IntArrayRef size, IntArrayRef stride) {
   if (std::find(size.begin(), size.end(), 0) != size.end()) {
     return true;
   }
@@ -71,29 +67,29 @@ inline bool is_dense(at::IntArrayRef size, at::IntArrayRef stride) {
 }
 
 // The order in which a tensor's elements are packed: memory order if it is dense, row-major order otherwise.
-inline at::Tensor in_packing_order(const at::Tensor& t) {
+inline Tensor in_packing_order(const Tensor& t) {
   return is_dense(t.sizes(), t.strides()) ? t : t.contiguous();
 }
 
 // An uninitialised tensor with the layout that in_packing_order gives a tensor of this size and stride.
-inline at::Tensor empty_in_packing_order(
-    at::IntArrayRef size, at::IntArrayRef stride, const at::TensorOptions& options, const char* op) {
+inline Tensor empty_in_packing_order(
+    IntArrayRef size, IntArrayRef stride, const TensorOptions& options, const char* op) {
   if (stride.empty()) {
-    return at::empty(size, options.memory_format(at::MemoryFormat::Contiguous));
+    return empty(size, options);
   }
-  TORCH_CHECK_VALUE(
+  MONET_CHECK(
       stride.size() == size.size(), "monet_like::", op, ": stride must have one entry per dimension (", size.size(),
       "), got ", stride.size());
-  return is_dense(size, stride) ? at::empty_strided(size, stride, options)
-                                : at::empty(size, options.memory_format(at::MemoryFormat::Contiguous));
+  return is_dense(size, stride) ? empty_strided(size, stride, options)
+                                : empty(size, options);
 }
 
 // `t`, copied if need be, in the memory order of the tensor that was packed.
-inline at::Tensor to_packing_order(const at::Tensor& t, at::IntArrayRef stride, const char* op) {
+inline Tensor to_packing_order(const Tensor& t, IntArrayRef stride, const char* op) {
   if (stride.empty()) {
     return in_packing_order(t);
   }
-  TORCH_CHECK_VALUE(
+  MONET_CHECK(
       stride.size() == static_cast<size_t>(t.dim()), "monet_like::", op, ": stride must have one entry per dimension (",
       t.dim(), "), got ", stride.size());
   const bool dense = is_dense(t.sizes(), stride);
@@ -112,35 +108,35 @@ inline at::Tensor to_packing_order(const at::Tensor& t, at::IntArrayRef stride, 
 }
 
 // Tensors that are combined element by element: floats of one dtype and shape on one device.
-inline void check_alike(const char* op, const char* name, const at::Tensor& t, const at::Tensor& gate) {
+inline void check_alike(const char* op, const char* name, const Tensor& t, const Tensor& gate) {
   check_floating(gate, op, "gate");
-  TORCH_CHECK_TYPE(
+  MONET_CHECK(
       t.scalar_type() == gate.scalar_type(), "monet_like::", op, ": ", name, " must be ", gate.scalar_type(),
       " like gate, got ", t.scalar_type());
-  TORCH_CHECK_VALUE(
+  MONET_CHECK(
       t.sizes() == gate.sizes(), "monet_like::", op, ": ", name, " must have gate's shape ", gate.sizes(), ", got ",
       t.sizes());
-  TORCH_CHECK_VALUE(
+  MONET_CHECK(
       t.device() == gate.device(), "monet_like::", op, ": ", name, " on ", t.device(), ", gate on ", gate.device());
 }
 
 inline NormShape check_norm(
-    const char* op, const at::Tensor& x, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
-    const at::Tensor* mean, const at::Tensor* invstd) {
+    const char* op, const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias,
+    const Tensor* mean, const Tensor* invstd) {
   check_floating(x, op, "x");
-  TORCH_CHECK_VALUE(x.dim() >= 2, "monet_like::", op, ": x must be [N, C, ...], got ", x.sizes());
+  MONET_CHECK(x.dim() >= 2, "monet_like::", op, ": x must be [N, C, ...], got ", x.sizes());
   const int64_t channels = x.size(1);
-  const auto check = [&](const at::Tensor& t, const char* name) {
-    TORCH_CHECK_VALUE(
+  const auto check = [&](const Tensor& t, const char* name) {
+    MONET_CHECK(
         t.dim() == 1 && t.size(0) == channels, "monet_like::", op, ": ", name, " must have shape [", channels,
         "], got ", t.sizes());
-    TORCH_CHECK_TYPE(
-        t.scalar_type() == x.scalar_type() || t.scalar_type() == at::kFloat, "monet_like::", op, ": ", name,
+    MONET_CHECK(
+        t.scalar_type() == x.scalar_type() || t.scalar_type() == kFloat, "monet_like::", op, ": ", name,
         " must be ", x.scalar_type(), " like x or float32, got ", t.scalar_type());
-    TORCH_CHECK_VALUE(
+    MONET_CHECK(
         t.device() == x.device(), "monet_like::", op, ": ", name, " on ", t.device(), ", x on ", x.device());
   };
-  const auto check_optional = [&](const std::optional<at::Tensor>& t, const char* name) {
+  const auto check_optional = [&](const MaybeTensor& t, const char* name) {
     if (t.has_value() && t->defined()) {
       check(*t, name);
     }
@@ -156,61 +152,62 @@ inline NormShape check_norm(
   return {x.size(0), channels, image};
 }
 
-inline std::vector<int64_t> joined_sizes(at::TensorList parts) {
+inline std::vector<int64_t> joined_sizes(TensorList parts) {
   std::vector<int64_t> sizes = parts[0].sizes().vec();
   sizes[1] = 0;
-  for (const at::Tensor& part : parts) {
+  for (const Tensor& part : parts) {
     sizes[1] += part.size(1);
   }
   return sizes;
 }
 
 // Whether the parts can be read in place, without a copy: contiguous, not empty, with images of more than one element.
-inline bool check_parts(const char* op, at::TensorList parts) {
-  TORCH_CHECK_VALUE(!parts.empty(), "monet_like::", op, ": there must be at least one part");
-  for (const at::Tensor& part : parts) {
+inline bool check_parts(const char* op, TensorList parts) {
+  MONET_CHECK(!parts.empty(), "monet_like::", op, ": there must be at least one part");
+  for (const Tensor& part : parts) {
     check_floating(part, op, "every part");
-    TORCH_CHECK_VALUE(
+    MONET_CHECK(
         part.dim() == parts[0].dim() && part.dim() >= 2 && part.size(0) == parts[0].size(0) &&
             part.sizes().slice(2) == parts[0].sizes().slice(2) && part.scalar_type() == parts[0].scalar_type() &&
             part.device() == parts[0].device(),
-        "monet_like::", op, ": parts must be alike but for their channels, got ", parts[0].toString(), " ",
-        parts[0].sizes(), " and ", part.toString(), " ", part.sizes());
+        "monet_like::", op, ": parts must be alike but for their channels, got ", parts[0].scalar_type(), " ",
+        parts[0].sizes(), " and ", part.scalar_type(), " ", part.sizes());
   }
-  return std::all_of(parts.begin(), parts.end(), [](const at::Tensor& part) {
+  return std::all_of(parts.begin(), parts.end(), [](const Tensor& part) {
     return part.is_contiguous() && part.numel() > part.size(0) * part.size(1);
   });
 }
 
 // The shape that batch norm sees of the joined parts, which have passed `check_parts`.
 inline NormShape check_norm_joined(
-    const char* op, at::TensorList parts, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
-    const at::Tensor* mean, const at::Tensor* invstd) {
-  const at::Tensor whole = parts[0].new_empty({1}).expand(joined_sizes(parts));  // for its shape
+    const char* op, TensorList parts, const MaybeTensor& weight, const MaybeTensor& bias,
+    const Tensor* mean, const Tensor* invstd) {
+  const std::vector<int64_t> sizes = joined_sizes(parts);
+  const Tensor whole = parts[0].as_strided(sizes, std::vector<int64_t>(sizes.size(), 0), 0);  // for its shape
   return check_norm(op, whole, weight, bias, mean, invstd);
 }
 
-inline void check_gradient(const char* op, const at::Tensor& grad, at::IntArrayRef sizes, at::ScalarType type) {
-  TORCH_CHECK_VALUE(
+inline void check_gradient(const char* op, const Tensor& grad, IntArrayRef sizes, ScalarType type) {
+  MONET_CHECK(
       grad.sizes() == sizes && grad.scalar_type() == type, "monet_like::", op, ": grad (", grad.sizes(), ", ",
       grad.scalar_type(), ") must match x (", sizes, ", ", type, ")");
 }
 
-inline bool given(const std::optional<at::Tensor>& t) {
+inline bool given(const MaybeTensor& t) {
   return t.has_value() && t->defined();
 }
 
-inline void check_residual(const char* op, const at::Tensor& x, const std::optional<at::Tensor>& residual) {
-  TORCH_CHECK_VALUE(
+inline void check_residual(const char* op, const Tensor& x, const MaybeTensor& residual) {
+  MONET_CHECK(
       !given(residual) || (residual->sizes() == x.sizes() && residual->scalar_type() == x.scalar_type() &&
                            residual->device() == x.device()),
-      "monet_like::", op, ": residual (", given(residual) ? residual->toString() : "", " ",
-      given(residual) ? residual->sizes() : at::IntArrayRef{}, ") must match x (", x.toString(), " ", x.sizes(), ")");
+      "monet_like::", op, ": residual (", given(residual) ? residual->scalar_type() : x.scalar_type(), " ",
+      given(residual) ? residual->sizes() : IntArrayRef{}, ") must match x (", x.scalar_type(), " ", x.sizes(), ")");
 }
 
 // Elements from one image of `t` to the next, or with `by_rows` from one row of adjacent channels to the next, where `t` is
 // channels of a larger tensor of such a layout; -1: it is laid out otherwise.
-inline int64_t pitch_of(const at::Tensor& t, bool by_rows) {
+inline int64_t pitch_of(const Tensor& t, bool by_rows) {
   int64_t expected = by_rows ? -1 : 1, pitch = -1;
   const auto follows = [&](int64_t d) {
     if (t.size(d) == 1) {
@@ -234,7 +231,7 @@ inline int64_t pitch_of(const at::Tensor& t, bool by_rows) {
   return follows(1) ? (t.size(0) == 1 ? expected : t.stride(0)) : -1;
 }
 
-inline Activation check_activation(const char* op, c10::string_view name) {
+inline Activation check_activation(const char* op, std::string_view name) {
   if (name == "clamp") {
     return Activation::Clamp;
   }
@@ -244,19 +241,19 @@ inline Activation check_activation(const char* op, c10::string_view name) {
   if (name == "hardswish") {
     return Activation::Hardswish;
   }
-  TORCH_CHECK_VALUE(
+  MONET_CHECK(
       name == "silu", "monet_like::", op, ": activation must be clamp, leaky_relu, hardswish or silu, got ", name);
   return Activation::Silu;
 }
 
 // The dtype of a training-mode batch norm's statistics on the CPU: that of its parameters, or of x without any.
-inline at::TensorOptions statistics_options(
-    const at::Tensor& x, std::initializer_list<std::optional<at::Tensor>> parameters) {
-  const bool half = x.scalar_type() == at::kHalf || x.scalar_type() == at::kBFloat16;
+inline TensorOptions statistics_options(
+    const Tensor& x, std::initializer_list<MaybeTensor> parameters) {
+  const bool half = x.scalar_type() == kHalf || x.scalar_type() == kBFloat16;
   const bool wide = half && std::any_of(parameters.begin(), parameters.end(), [](const auto& t) {
-    return given(t) && t->scalar_type() == at::kFloat;
+    return given(t) && t->scalar_type() == kFloat;
   });
-  return x.options().dtype(wide ? at::kFloat : x.scalar_type());
+  return x.options().dtype(wide ? kFloat : x.scalar_type());
 }
 
 // Tensors normalised over their last dimensions: `rows` of `width` elements, and the shape of a number per row.
@@ -265,30 +262,30 @@ struct RowShape {
   std::vector<int64_t> statistics;
 };
 
-inline at::ScalarType opmath_type(const at::Tensor& x) {
-  return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+inline ScalarType opmath_type(const Tensor& x) {
+  return x.scalar_type() == kDouble ? kDouble : kFloat;
 }
 
-inline at::TensorOptions row_statistics_options(const at::Tensor& x) {
-  return x.options().dtype(opmath_type(x)).memory_format(at::MemoryFormat::Contiguous);
+inline TensorOptions row_statistics_options(const Tensor& x) {
+  return x.options().dtype(opmath_type(x));
 }
 
 // Calls f with a zero of the type that tensors like x are computed in.
 template <typename F>
-void with_opmath(const at::Tensor& x, const F& f) {
-  x.scalar_type() == at::kDouble ? f(double(0)) : f(float(0));
+void with_opmath(const Tensor& x, const F& f) {
+  x.scalar_type() == kDouble ? f(double(0)) : f(float(0));
 }
 
 inline RowShape check_rows(
-    const char* op, const at::Tensor& x, const std::optional<at::Tensor>& weight, const at::Tensor* rstd,
+    const char* op, const Tensor& x, const MaybeTensor& weight, const Tensor* rstd,
     int64_t dims) {
   check_floating(x, op, "x");
-  TORCH_CHECK_VALUE(
+  MONET_CHECK(
       dims >= 1 && dims <= x.dim(), "monet_like::", op, ": dims is between 1 and those of x, ", x.dim(), ", got ", dims);
-  const at::IntArrayRef width = x.sizes().slice(x.dim() - dims);
+  const IntArrayRef width = x.sizes().slice(x.dim() - dims);
   if (given(weight)) {
     check_floating(*weight, op, "weight");
-    TORCH_CHECK_VALUE(
+    MONET_CHECK(
         weight->sizes() == width && weight->device() == x.device(), "monet_like::", op, ": weight must have shape ",
         width, " on ", x.device(), ", got ", weight->sizes(), " on ", weight->device());
   }
@@ -298,20 +295,20 @@ inline RowShape check_rows(
   }
   std::fill(shape.statistics.end() - dims, shape.statistics.end(), 1);
   if (rstd != nullptr) {
-    TORCH_CHECK_VALUE(
-        rstd->sizes() == at::IntArrayRef(shape.statistics) && rstd->scalar_type() == opmath_type(x) &&
+    MONET_CHECK(
+        rstd->sizes() == IntArrayRef(shape.statistics) && rstd->scalar_type() == opmath_type(x) &&
             rstd->device() == x.device(),
-        "monet_like::", op, ": rstd must be ", opmath_type(x), " of shape ", at::IntArrayRef(shape.statistics), " on ",
+        "monet_like::", op, ": rstd must be ", opmath_type(x), " of shape ", IntArrayRef(shape.statistics), " on ",
         x.device(), ", got ", rstd->scalar_type(), " ", rstd->sizes(), " on ", rstd->device());
   }
   return shape;
 }
 
 inline void check_row_gradients(
-    const char* op, const at::Tensor& x, const at::Tensor& grad, const std::optional<at::Tensor>& residual) {
-  const auto check = [&](const at::Tensor& t, const char* name) {
+    const char* op, const Tensor& x, const Tensor& grad, const MaybeTensor& residual) {
+  const auto check = [&](const Tensor& t, const char* name) {
     check_floating(t, op, name);
-    TORCH_CHECK_VALUE(
+    MONET_CHECK(
         t.sizes() == x.sizes() && t.device() == x.device(), "monet_like::", op, ": ", name, " must have shape ",
         x.sizes(), " on ", x.device(), ", got ", t.sizes(), " on ", t.device());
   };
@@ -323,20 +320,20 @@ inline void check_row_gradients(
 
 enum class NormLayout { ChannelsFirst, ChannelsLast, Strided };
 
-inline NormLayout norm_layout(const at::Tensor& x) {
+inline NormLayout norm_layout(const Tensor& x) {
   if (x.is_contiguous()) {
     return NormLayout::ChannelsFirst;
   }
-  if ((x.dim() == 4 && x.is_contiguous(at::MemoryFormat::ChannelsLast)) ||
-      (x.dim() == 5 && x.is_contiguous(at::MemoryFormat::ChannelsLast3d))) {
+  if ((x.dim() == 4 && x.is_contiguous(MemoryFormat::ChannelsLast)) ||
+      (x.dim() == 5 && x.is_contiguous(MemoryFormat::ChannelsLast3d))) {
     return NormLayout::ChannelsLast;
   }
   return NormLayout::Strided;
 }
 
 // ATen's choice for batch norm's output: a tensor that is contiguous in several formats counts as row-major.
-inline at::MemoryFormat norm_format(const at::Tensor& x) {
-  return x.is_contiguous() ? at::MemoryFormat::Contiguous : x.suggest_memory_format();
+inline MemoryFormat norm_format(const Tensor& x) {
+  return x.is_contiguous() ? MemoryFormat::Contiguous : x.suggest_memory_format();
 }
 
 }  // namespace monet_like

@@ -20,24 +20,24 @@ inline int64_t pooled_extent(
 }
 
 inline PoolArguments check_pool(
-    const char* op, at::IntArrayRef input_size, at::IntArrayRef kernel, at::IntArrayRef stride, at::IntArrayRef padding,
-    at::IntArrayRef dilation) {
-  TORCH_CHECK_VALUE(
+    const char* op, IntArrayRef input_size, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding,
+    IntArrayRef dilation) {
+  MONET_CHECK(
       input_size.size() == 3 || input_size.size() == 4, "monet_like::", op,
       ": the input must be [C, H, W] or [N, C, H, W], got ", input_size);
-  TORCH_CHECK_VALUE(
+  MONET_CHECK(
       kernel.size() == 2 && padding.size() == 2 && dilation.size() == 2 && (stride.size() == 2 || stride.empty()),
       "monet_like::", op, ": kernel, stride, padding and dilation have two entries each");
-  const at::IntArrayRef step = stride.empty() ? kernel : stride;
+  const IntArrayRef step = stride.empty() ? kernel : stride;
   for (const int axis : {0, 1}) {
-    TORCH_CHECK_VALUE(
+    MONET_CHECK(
         kernel[axis] > 0 && step[axis] > 0 && dilation[axis] > 0, "monet_like::", op,
         ": kernel, stride and dilation must be positive");
-    TORCH_CHECK_VALUE(
+    MONET_CHECK(
         padding[axis] >= 0 && padding[axis] <= ((kernel[axis] - 1) * dilation[axis] + 1) / 2, "monet_like::", op,
         ": padding must lie between 0 and half of the dilated kernel, got ", padding);
   }
-  TORCH_CHECK_VALUE(
+  MONET_CHECK(
       kernel[0] * kernel[1] <= 256, "monet_like::", op, ": a window may have at most 256 cells, got ",
       kernel[0] * kernel[1]);
   const size_t n = input_size.size();
@@ -51,8 +51,8 @@ inline PoolArguments check_pool(
 }
 
 // Fills in the output extents from a tensor shaped like the pooled output and checks the rest of its shape.
-inline void check_pooled(const char* op, PoolArguments& pool, at::IntArrayRef input_size, const at::Tensor& pooled) {
-  TORCH_CHECK_VALUE(
+inline void check_pooled(const char* op, PoolArguments& pool, IntArrayRef input_size, const Tensor& pooled) {
+  MONET_CHECK(
       pooled.dim() == static_cast<int64_t>(input_size.size()) &&
           pooled.sizes().slice(0, pooled.dim() - 2) == input_size.slice(0, input_size.size() - 2),
       "monet_like::", op, ": pooled shape ", pooled.sizes(), " does not belong to input shape ", input_size);
@@ -62,7 +62,7 @@ inline void check_pooled(const char* op, PoolArguments& pool, at::IntArrayRef in
   const auto fits = [](int64_t out, int64_t in, int64_t k, int64_t s, int64_t p, int64_t d) {
     return out == pooled_extent(in, k, s, p, d, false) || out == pooled_extent(in, k, s, p, d, true);
   };
-  TORCH_CHECK_VALUE(
+  MONET_CHECK(
       fits(w.out_h, w.in_h, w.kernel_h, w.stride_h, w.pad_h, w.dilation_h) &&
           fits(w.out_w, w.in_w, w.kernel_w, w.stride_w, w.pad_w, w.dilation_w),
       "monet_like::", op, ": this window does not turn ", input_size, " into ", pooled.sizes());
@@ -72,60 +72,60 @@ inline void check_pooled(const char* op, PoolArguments& pool, at::IntArrayRef in
 struct Pooling {
   PoolArguments pool;
   bool channels_last;
-  at::Tensor in, cells, out;  // `cells`: of the windows, as int64 indices or 8-bit offsets
+  Tensor in, cells, out;  // `cells`: of the windows, as int64 indices or 8-bit offsets
 };
 
 inline Pooling pooling_forward(
-    const char* op, const at::Tensor& x, at::IntArrayRef kernel, at::IntArrayRef stride, at::IntArrayRef padding,
-    at::IntArrayRef dilation, bool ceil_mode) {
+    const char* op, const Tensor& x, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding,
+    IntArrayRef dilation, bool ceil_mode) {
   check_floating(x, op, "x");
   PoolArguments pool = check_pool(op, x.sizes(), kernel, stride, padding, dilation);
   Window& w = pool.window;
   w.out_h = pooled_extent(w.in_h, w.kernel_h, w.stride_h, w.pad_h, w.dilation_h, ceil_mode);
   w.out_w = pooled_extent(w.in_w, w.kernel_w, w.stride_w, w.pad_w, w.dilation_w, ceil_mode);
-  TORCH_CHECK_VALUE(
+  MONET_CHECK(
       w.out_h > 0 && w.out_w > 0, "monet_like::", op, ": the output of input ", x.sizes(), " would be empty");
   const auto format = x.suggest_memory_format();
   std::vector<int64_t> size = x.sizes().vec();
   size[size.size() - 2] = w.out_h;
   size[size.size() - 1] = w.out_w;
   return {
-      pool, format == at::MemoryFormat::ChannelsLast, x.contiguous(format),
-      at::empty(size, x.options().dtype(at::kByte).memory_format(format)),
-      at::empty(size, x.options().memory_format(format))};
+      pool, format == MemoryFormat::ChannelsLast, x.contiguous(format),
+      empty(size, x.options().dtype(kByte).memory_format(format)),
+      empty(size, x.options().memory_format(format))};
 }
 
 // From indices to offsets or back: `in` has the type `from`, `out` the type `to`.
 inline Pooling pooling_cells(
-    const char* op, const at::Tensor& in, const char* name, at::ScalarType from, at::ScalarType to,
-    at::IntArrayRef input_size, at::IntArrayRef kernel, at::IntArrayRef stride, at::IntArrayRef padding,
-    at::IntArrayRef dilation) {
-  TORCH_CHECK_TYPE(
-      in.scalar_type() == from, "monet_like::", op, ": ", name, " must be ", from == at::kLong ? "int64" : "uint8");
+    const char* op, const Tensor& in, const char* name, ScalarType from, ScalarType to,
+    IntArrayRef input_size, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding,
+    IntArrayRef dilation) {
+  MONET_CHECK(
+      in.scalar_type() == from, "monet_like::", op, ": ", name, " must be ", from == kLong ? "int64" : "uint8");
   PoolArguments pool = check_pool(op, input_size, kernel, stride, padding, dilation);
   check_pooled(op, pool, input_size, in);
   const auto format = in.suggest_memory_format();
-  const at::Tensor cells = in.contiguous(format);
+  const Tensor cells = in.contiguous(format);
   return {
-      pool, format == at::MemoryFormat::ChannelsLast, cells, cells,
-      at::empty(in.sizes(), in.options().dtype(to).memory_format(format))};
+      pool, format == MemoryFormat::ChannelsLast, cells, cells,
+      empty(in.sizes(), in.options().dtype(to).memory_format(format))};
 }
 
 inline Pooling pooling_backward(
-    const char* op, const at::Tensor& grad, const at::Tensor& offsets, at::IntArrayRef input_size,
-    at::IntArrayRef kernel, at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation) {
+    const char* op, const Tensor& grad, const Tensor& offsets, IntArrayRef input_size,
+    IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation) {
   check_floating(grad, op, "grad");
-  TORCH_CHECK_TYPE(offsets.scalar_type() == at::kByte, "monet_like::", op, ": offsets must be uint8");
+  MONET_CHECK(offsets.scalar_type() == kByte, "monet_like::", op, ": offsets must be uint8");
   PoolArguments pool = check_pool(op, input_size, kernel, stride, padding, dilation);
   check_pooled(op, pool, input_size, offsets);
-  TORCH_CHECK_VALUE(
+  MONET_CHECK(
       grad.sizes() == offsets.sizes(), "monet_like::", op, ": grad ", grad.sizes(), " and offsets ", offsets.sizes(),
       " differ in shape");
   // The offsets carry the layout of the forward input, which the gradient of that input takes too.
   const auto format = offsets.suggest_memory_format();
   return {
-      pool, format == at::MemoryFormat::ChannelsLast, grad.contiguous(format), offsets.contiguous(format),
-      at::empty(input_size, grad.options().memory_format(format))};
+      pool, format == MemoryFormat::ChannelsLast, grad.contiguous(format), offsets.contiguous(format),
+      empty(input_size, grad.options().memory_format(format))};
 }
 
 }  // namespace monet_like

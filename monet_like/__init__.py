@@ -13,9 +13,10 @@ from ._version import __version__
 if TYPE_CHECKING:
     from .auto.auto_schedule import auto_schedule
     from .auto.blocks import block_plan, unwrap
+    from .auto.fits.fits import fits
     from .auto.plan_step import plan_step
+    from .auto.planning import Planning
     from .capture.annotations import mark
-    from .cards.fits import fits
     from .export.selective import checkpoint_policy
     from .inductor.options import compile_options
     from .job.start import problem
@@ -24,9 +25,11 @@ if TYPE_CHECKING:
     from .plan.strategies import register_strategy
     from .replay.memory.allocator import place_memory, reserve
     from .replay.wrapper import ScheduleWrapper
+    from .report.kept_memory import memory_report
     from .variants import register_variant
 
 __all__ = [
+    "Planning",
     "ScheduleWrapper",
     "__version__",
     "auto_schedule",
@@ -36,6 +39,7 @@ __all__ = [
     "convert_sync_batchnorm",
     "fits",
     "mark",
+    "memory_report",
     "place_memory",
     "plan_step",
     "problem",
@@ -47,14 +51,16 @@ __all__ = [
 ]
 
 _LAZY = {
+    "Planning": "auto.planning",
     "ScheduleWrapper": "replay.wrapper",
     "auto_schedule": "auto.auto_schedule",
     "block_plan": "auto.blocks",
     "checkpoint_policy": "export.selective",
     "compile_options": "inductor.options",
     "convert_sync_batchnorm": "nn.sync_batch_norm",
-    "fits": "cards.fits",
+    "fits": "auto.fits.fits",
     "mark": "capture.annotations",
+    "memory_report": "report.kept_memory",
     "place_memory": "replay.memory.allocator",
     "plan_step": "auto.plan_step",
     "problem": "job.start",

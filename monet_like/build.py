@@ -2,12 +2,15 @@
 
 Shared libraries, in `lib/` beside this file:
 
-    monet_like_kernels.so        the operators' schemas and CPU kernels
+    monet_like_kernels.so        the operators' CPU kernels
     monet_like_kernels_cuda.so   their CUDA kernels, where there is a GPU and nvcc, or where they are asked for
     monet_like_kernels_cudnn.so  convolutions by named algorithms, where also the headers of torch's cuDNN are found
     monet_like_search.so         the planner's local search and placement, which know nothing of torch
     monet_like_arena.so          places the memory of training steps on a CPU
     monet_like_arena_cuda.so     the same on a GPU, where CUDA is compiled for and torch's allocator is a known one
+
+The first two call torch through its stable ABI (csrc/tensor.h): once compiled, they run in every torch from 2.11 on.
+cuDNN's convolutions and the arenas use C++ classes of torch, and run in the torch that they are compiled for.
 
 Environment:
     MONET_LIKE_CUDA       1: compile the CUDA sources or fail, 0: do not; unset: if torch sees a GPU and nvcc is found
@@ -38,14 +41,17 @@ from monet_like.toolchain import CudaAllocator, KernelBuildError, Toolchain, fin
 # Products and sums must stay apart where the code keeps them apart: bit-equality with ATen depends on it. Operations
 # that ATen's CUDA kernels fuse is fused in the source.
 _COMMON_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off")
-_CXX_FLAGS = ("-fopenmp", "-fno-math-errno", "-fno-trapping-math")
+_CXX_FLAGS = ("-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math")
 _OPERATOR_FLAGS = ("-O1",)  # what calls ATen has no loops of its own
+#: Of the note beside the libraries: kernels of another interface than this cannot be loaded.
+_INTERFACE = "torch 2.11"
 _NVCC_FLAGS = (
     "-std=c++20",
     "-O3",
     "-fmad=false",
     "--expt-relaxed-constexpr",
     "--expt-extended-lambda",
+    "-diag-suppress=128,177",  # what some template arguments do not use
     "-Xcompiler",
     "-fPIC",
 )
@@ -65,6 +71,18 @@ def manifest() -> dict[str, str]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def is_loadable() -> bool:
+    """Whether the kernels that are built, if there are any, have the interface that `monet_like.ops` loads."""
+    return manifest().get("interface") == _INTERFACE
+
+
+def fits_this_torch(part: str) -> bool:
+    """Whether a library that uses C++ classes of torch is there, and compiled for the torch that is installed."""
+    import torch
+
+    return library_path(part).exists() and manifest().get("torch") == torch.__version__
 
 
 def build(
@@ -105,7 +123,8 @@ def build(
         for part in ("kernels_cuda", "kernels_cudnn", "arena_cuda"):
             if library_path(part) not in made:
                 library_path(part).unlink(missing_ok=True)
-        note.write_text(json.dumps({"torch": tools.torch_version, "cuda": str(bool(tools.nvcc))}, indent=1) + "\n")
+        made_for = {"interface": _INTERFACE, "torch": tools.torch_version, "cuda": str(bool(tools.nvcc))}
+        note.write_text(json.dumps(made_for, indent=1) + "\n")
     return [*made, note]
 
 
@@ -120,11 +139,8 @@ def _unless_it_fails(command: Sequence[str], library: Path, show: bool) -> list[
 
 
 def _operators(source: Path) -> str:
-    """The text of one file that includes all that call ATen: its headers and torch/library.h take 8 seconds in each
-    file.
-    """
-    paths = [source / "ops.cpp", *sorted(source.glob("cpu/*.cpp"))]
-    return "".join(f'#include "{path.as_posix()}"\n' for path in paths)
+    """The text of one file that includes all that call ATen, whose headers and templates take a second."""
+    return "".join(f'#include "{path.as_posix()}"\n' for path in sorted(source.glob("cpu/*.cpp")))
 
 
 def _write_if_changed(path: Path, text: str) -> None:
@@ -134,27 +150,23 @@ def _write_if_changed(path: Path, text: str) -> None:
 
 
 def _rules(tools: Toolchain, source: Path) -> str:
-    """The text of ninja's build file. A new torch changes the commands, so everything is compiled anew."""
+    """The text of ninja's build file. A new torch changes the commands of what is compiled for one torch."""
     from ninja import ninja_syntax
 
     text = io.StringIO()
     make: Any = ninja_syntax.Writer  # its type hints do not fit what it does
     writer = make(text)
     version = "-DMONET_LIKE_FOR_TORCH=" + re.sub(r"\W", "_", tools.torch_version)
-    with_torch = (version, *tools.torch_flags)
+    of_one_torch = (version, *tools.torch_flags, *tools.class_flags)
+    nvcc = (str(tools.nvcc), "-ccbin", tools.cxx, *_NVCC_FLAGS)
+    cudnn = ("-isystem", str(tools.cudnn.include)) if tools.cudnn else ()
     for rule, words in (
-        ("cxx", (tools.cxx, *_COMMON_FLAGS, *_CXX_FLAGS, *with_torch)),
-        ("operators", (tools.cxx, *_COMMON_FLAGS, *_CXX_FLAGS, *_OPERATOR_FLAGS, *with_torch)),
+        ("cxx", (tools.cxx, *_COMMON_FLAGS, *_CXX_FLAGS, *tools.torch_flags)),
+        ("operators", (tools.cxx, *_COMMON_FLAGS, *_CXX_FLAGS, *_OPERATOR_FLAGS, *tools.torch_flags)),
         ("plain", (tools.cxx, *_COMMON_FLAGS)),
-        ("cxx_cuda", (tools.cxx, *_COMMON_FLAGS, *with_torch, *_allocator_flags(tools.allocator))),
-        ("nvcc", (str(tools.nvcc), "-ccbin", tools.cxx, *_NVCC_FLAGS, *with_torch, *tools.architectures)),
-        (
-            "nvcc_cudnn",
-            (
-                *(str(tools.nvcc), "-ccbin", tools.cxx, *_NVCC_FLAGS, *with_torch, *tools.architectures),
-                *(("-isystem", str(tools.cudnn.include)) if tools.cudnn else ()),
-            ),
-        ),
+        ("cxx_arena", (tools.cxx, *_COMMON_FLAGS, *of_one_torch, *_allocator_flags(tools.allocator))),
+        ("nvcc", (*nvcc, *tools.torch_flags, *tools.architectures)),
+        ("nvcc_cudnn", (*nvcc, *of_one_torch, *tools.architectures, *cudnn)),
     ):
         writer.rule(rule, _shell(words) + " -MMD -MF $out.d -c $in -o $out", "$out", "$out.d", deps="gcc")
     # A library is replaced, never overwritten: a running process may have the old one mapped.
@@ -176,13 +188,13 @@ def _rules(tools: Toolchain, source: Path) -> str:
     operators = writer.build("kernels-operators.o", "operators", "operators.cpp")
     library("kernels", ("cpu/loops/*.cpp",), "cxx", tools.link_flags, operators)
     library("search", ("plan/*.cpp",), "plain", ())
-    library("arena", ("arena/cpu.cpp",), "cxx", tools.link_flags)
+    library("arena", ("arena/cpu.cpp",), "cxx_arena", (*tools.link_flags, "-lc10"))
     if tools.allocator:
-        library("arena_cuda", ("arena/cuda.cpp",), "cxx_cuda", (*tools.link_flags, "-lc10_cuda"))
+        library("arena_cuda", ("arena/cuda.cpp",), "cxx_arena", (*tools.link_flags, "-lc10", "-lc10_cuda"))
     if tools.nvcc:
         library("kernels_cuda", ("cuda/*.cu",), "nvcc", tools.cuda_link_flags)
     if tools.cudnn:
-        flags = (*tools.cuda_link_flags, "-ltorch_cuda", "-Xlinker", str(tools.cudnn.library))
+        flags = (*tools.cuda_link_flags, "-lc10", "-lc10_cuda", "-Xlinker", str(tools.cudnn.library))
         library("kernels_cudnn", ("cudnn/*.cpp",), "nvcc_cudnn", flags)
     return text.getvalue()
 

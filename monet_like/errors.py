@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from typing import Any
 
 #: Characters of a message that are kept at its beginning and at its end; one that is longer echoes content.
 _BEGINNING, _END = 1300, 500
@@ -26,9 +27,15 @@ class MonetError(Exception):
 
     Attributes:
         plain_peak_bytes: that plain PyTorch's step needs as predicted, where a plan failed and this is known.
+        smallest_bytes: a budget for which a schedule is known, where a plan failed.
+        smallest: that schedule; another search may not find it again.
+        found_for: the prepared program of that schedule.
     """
 
     plain_peak_bytes: int | None = None
+    smallest_bytes: int | None = None
+    smallest: Any = None
+    found_for: Any = None
 
     def __init__(self, message: str = "", *others: object) -> None:
         super().__init__(shortened(str(message)), *others)
@@ -78,7 +85,6 @@ class InfeasibleError(MonetError):
     """No schedule fits the memory budget.
 
     Attributes:
-        smallest_bytes: a budget for which a schedule is known, or None.
         step: the step of the training iteration that needs the most, in words.
         proven: no schedule exists; else none was found by a restricted search.
         least_bytes: what ``step`` needs by itself, if that is more than the budget; else None.
@@ -102,6 +108,10 @@ class InfeasibleError(MonetError):
 
 class SolverError(MonetError):
     """The solver is missing, failed, or stopped without a usable plan."""
+
+    def __init__(self, message: str = "", smallest_bytes: int | None = None) -> None:
+        super().__init__(message)
+        self.smallest_bytes = smallest_bytes
 
 
 class ScheduleError(MonetError):

@@ -57,12 +57,13 @@ class CudaAllocator:
 
 @dataclass(frozen=True)
 class Toolchain:
-    """Compilers and flags of one build."""
+    """Compilers and flags of one build; ``class_flags`` are for sources that use C++ classes of torch."""
 
     torch_version: str
     cxx: str
     nvcc: str | None
     torch_flags: tuple[str, ...]
+    class_flags: tuple[str, ...]
     architectures: tuple[str, ...]
     link_flags: tuple[str, ...]
     cuda_link_flags: tuple[str, ...]
@@ -225,22 +226,16 @@ def toolchain(cuda: bool | None) -> Toolchain:
     torch_root = Path(torch.__file__).resolve().parent
     nvcc = cuda_compiler(cuda)
 
-    # Link the very OpenMP runtime torch runs on: with a second one, torch.set_num_threads would not reach us.
-    bundled = sorted([*torch_root.glob("lib/libgomp*.so*"), *torch_root.parent.glob("torch.libs/libgomp*.so*")])
-    openmp = ["-Xlinker", str(bundled[0])] if bundled else ["-lgomp"]
-    link_flags = (f"-L{torch_root / 'lib'}", "-ltorch_cpu", "-lc10", *openmp)
+    link_flags = (f"-L{torch_root / 'lib'}", "-ltorch_cpu")
     return Toolchain(
         torch_version=torch.__version__,
         cxx=cxx,
         nvcc=nvcc,
-        torch_flags=(
-            "-isystem",
-            str(torch_root / "include"),
-            f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        ),
+        torch_flags=("-isystem", str(torch_root / "include")),
+        class_flags=(f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",),
         architectures=_architectures() if nvcc else (),
         link_flags=link_flags,
-        cuda_link_flags=(*link_flags, "-lc10_cuda", *_cuda_runtime(nvcc)) if nvcc else (),
+        cuda_link_flags=(*link_flags, "-ltorch_cuda", *_cuda_runtime(nvcc)) if nvcc else (),
         cudnn=find_cudnn(torch_root) if nvcc else None,
         allocator=find_allocator(torch_root, nvcc)
         if nvcc or (cuda is not False and torch.cuda.is_available())

@@ -30,7 +30,7 @@ ORDER = (
     ("compiler",),
     ("zoo",),
     ("replay",),
-    ("cards", "inductor", "report", "testing"),
+    ("inductor", "report", "testing"),
     ("export", "job"),
     ("auto",),
     ("cli", "integrations"),

@@ -32,7 +32,8 @@ _PLACE = "replay/test_calls_that_differ.py::test_the_same_modules_in_other_place
 _DIFFERS = "replay/test_calls_that_differ.py::{}"
 _VALUE = "capture/test_reads.py::test_a_value_that_changes_is_followed[{}]"
 _READS = "capture/test_reads.py::{}"
-_LATE = "capture/test_reads.py::test_what_a_hook_reads_may_not_change_before_the_backward[{}]"
+_GRADIENTS = "capture/test_buffer_gradients.py::{}"
+_LATE = "capture/test_reads.py::test_what_a_hook_reads_may_change_before_the_backward[{}]"
 _SETTING = "capture/test_settings_followed.py::test_a_setting_that_changes_is_followed[{}]"
 
 #: What a captured step is of: (text, in its place, test).
@@ -41,7 +42,7 @@ _CALL_KEYS = [
     ("tuple(map(type, modules)), tuple(names)", "(), tuple(names)", _PLACE.format("a layer has another class")),
     ("tuple(names), tuple(again)", "(), tuple(again)", _PLACE.format("a layer is in another branch")),
     ("tuple(names), tuple(again)", "tuple(names), ()", _PLACE.format("another layer that is there has a second name")),
-    ("names.append((*parts,))", "names.append(())", _PLACE.format("two layers have each other's name")),
+    ("names.append((*parts.keys(),))", "names.append(())", _PLACE.format("two layers have each other's name")),
     ("(len(names), name, places[id(part)])", "(name, places[id(part)])", _MODEL.format("two branches have each other's layer")),
     ("(len(names), name, places[id(part)])", "(len(names), places[id(part)])", _MODEL.format("two names have each other's layer")),
     ("(len(names), name, places[id(part)])", "(len(names), name)", _MODEL.format("a second name is of another layer")),
@@ -60,9 +61,9 @@ _CALL_KEYS = [
     ("(one, None if plain else type(leaf), attributes_of(leaf))", "(None if plain else type(leaf), attributes_of(leaf))", _DIFFERS.format("test_inputs_that_are_one_tensor")),
     ("(one, None if plain else type(leaf), attributes_of(leaf))", "(one, attributes_of(leaf))", _DIFFERS.format("test_an_input_whose_class_computes_otherwise_is_refused")),
     ("(one, None if plain else type(leaf), attributes_of(leaf))", "(one, None if plain else type(leaf))", _DIFFERS.format("test_attributes_of_an_input_that_the_forward_reads_are_refused")),
-    ("leaf.shape, leaf.dtype, leaf.device", "leaf.dtype, leaf.device", _CALL.format("shape")),
-    ("leaf.shape, leaf.dtype, leaf.device", "leaf.shape, leaf.device", _CALL.format("dtype")),
-    ("leaf.shape, leaf.dtype, leaf.device", "leaf.shape, leaf.dtype", _KEY.format("test_a_key_knows_the_device_of_a_tensor")),
+    ("shape, leaf.dtype, leaf.device", "leaf.dtype, leaf.device", _CALL.format("shape")),
+    ("shape, leaf.dtype, leaf.device", "shape, leaf.device", _CALL.format("dtype")),
+    ("shape, leaf.dtype, leaf.device", "shape, leaf.dtype", _KEY.format("test_a_key_knows_the_device_of_a_tensor")),
     ("lies, leaf.requires_grad, leaf.is_leaf", "leaf.requires_grad, leaf.is_leaf", _CALL.format("strides")),
     ("lies, leaf.requires_grad, leaf.is_leaf", "lies, leaf.is_leaf", _CALL.format("gradient")),
     ("lies, leaf.requires_grad, leaf.is_leaf", "lies, leaf.requires_grad", _KEY.format("test_an_input_that_is_a_leaf_is_cast_once_under_autocast")),
@@ -77,7 +78,7 @@ _CALL_KEYS = [
 ]  # fmt: skip
 
 #: From a call to its step.
-_WRAPPER = [
+_STEPPING = [
     ("structure(self._model), arguments(leaves)", "((),), arguments(leaves)", _MODEL.format("a dropout is in eval mode")),
     ("structure(self._model), arguments(leaves)", "structure(self._model)", _CALL.format("shape")),
     ("str(spec), device, autocast, group", "device, autocast, group", _CALL.format("nesting")),
@@ -88,16 +89,18 @@ _WRAPPER = [
     ("autocast_name(device), torch.is_autocast_cache_enabled()", "autocast_name(device)", _DIFFERS.format("test_autocast_with_and_without_its_cache")),
     ("not self.training or not torch.is_grad_enabled()", "not torch.is_grad_enabled()", "replay/test_wrapper.py::test_eval_and_no_grad_run_the_plain_model"),
     ("not self.training or not torch.is_grad_enabled()", "not self.training", _KEY.format("test_without_gradients_nothing_is_captured")),
-    ("if is_empty(leaves):", "if False:", _KEY.format("test_an_empty_batch_runs_as_the_plain_model")),
+    ("is_empty(leaves) or", "", _KEY.format("test_an_empty_batch_runs_as_the_plain_model")),
     ("check_transforms(self._model, inputs)", "pass", _DIFFERS.format("test_more_than_a_backward_is_refused")),
     ("kept.captured.changed:", "False:", "replay/test_inputs_in_place.py::test_memory_that_two_inputs_share_is_not_changed"),
-    ("captured.reads.of(self._model).change()", "False", _READS.format("test_a_captured_model_that_was_changed_since_is_captured_anew")),
+    ("reads.change() or reads.holds_others", "reads.holds_others", _READS.format("test_a_captured_model_that_was_changed_since_is_captured_anew")),
     ("if reason := mismatch(record, self._model, args, kwargs)", 'if reason := ""', "replay/test_wrapper.py::test_a_larger_batch_another_size_or_another_model_is_refused"),
     ("check_program(record, captured, type(self._model).__name__, captured.device)", "pass", "replay/test_matching.py::test_equal_parameters_and_another_program"),
     ("self._begun or isinstance(error, NewInput)", "True", "replay/test_plain_calls.py::test_before_the_first_step_it_is_an_error"),
     ("self._begun or isinstance(error, NewInput)", "False", "replay/test_plain_calls.py::test_a_form_that_cannot_be_captured_runs_as_the_plain_model_with_one_warning"),
-    ("record.autocast not in AUTOCASTS", "False", "capture/test_precision.py::test_what_a_schedule_was_not_solved_for_is_refused"),
     ("name and name not in KINDS", "False", "capture/test_absent_gpu_attention.py::test_a_schedule_pins_the_attention_it_was_planned_with"),
+]  # fmt: skip
+_WRAPPER = [
+    ("record.autocast not in AUTOCASTS", "False", "capture/test_precision.py::test_what_a_schedule_was_not_solved_for_is_refused"),
     ("isinstance(model, ScheduleWrapper):", "False:", "replay/test_wrapper.py::test_a_larger_batch_another_size_or_another_model_is_refused"),
     ("check_initialized(model)", "pass", _KEY.format("test_a_model_without_memory_is_refused")),
     ("backend not in BACKENDS", "False", "replay/test_fusion.py::test_an_unknown_backend_is_refused"),
@@ -115,22 +118,25 @@ _CHECKS = [
     ("replay/checks/changed_inputs.py", "value in captured.changed and uses[storage] > 1", "False", _IN_PLACE.format("test_memory_that_two_inputs_share_is_not_changed")),
     ("replay/checks/changed_inputs.py", "inputs[position].requires_grad and inputs[position].is_leaf", "False", _KEY.format("test_a_leaf_that_would_change_in_place_is_refused_before_anything_changes")),
     ("replay/checks/changed_inputs.py", "inputs[position].requires_grad and inputs[position].is_leaf", "inputs[position].requires_grad", _IN_PLACE.format("test_inputs_change_as_in_plain_pytorch")),
-    ("replay/checks/backward_checks.py", "if torch.is_grad_enabled()", "if False", "capture/test_corners.py::test_second_derivatives_are_refused"),
+    ("replay/checks/backward_checks.py", "if torch.is_grad_enabled()", "if False", "capture/test_corners.py::test_second_derivatives_are_plain_pytorchs"),
     ("replay/checks/backward_checks.py", "if torch.is_autocast_enabled(captured.device.type)", "if False", "capture/test_precision.py::test_a_backward_inside_autocast_is_warned_of"),
     ("replay/checks/backward_checks.py", "gradient is not None and _is_batched(gradient) for", "False for", "capture/test_effects.py::test_many_gradients_at_once_are_refused"),
-    ("replay/checks/backward_checks.py", "if asked:", "if False:", _INNER),
+    ("replay/checks/backward_checks.py", "if not asked:", "if True:", _INNER),
     ("replay/checks/backward_checks.py", "if users:", "if False:", _INNER),
-    ("replay/checks/backward_checks.py", "result is not None and result.retains_grad", "False", _INNER),
-    ("replay/checks/backward_checks.py", "not torch._C._will_engine_execute_node(self.next_node)", "False", _INNER),
+    ("replay/checks/backward_checks.py", "elif result is not None and result.retains_grad:", "elif False:", _INNER),
+    ("replay/checks/backward_checks.py", "elif gradient is not None and not torch._C._will_engine_execute_node(self.next_node):", "elif False:", _INNER),
+    ("replay/checks/backward_checks.py", "self.by_another is None or not torch._C._will_engine_execute_node(self.next_node)", "False", _INNER),
     ("replay/checks/backward_checks.py", "if tangent in met", "if False", _INNER),
     ("replay/checks/backward_checks.py", "returned is not None and returned is not given", "False", _ENGINE.format("result,features")),
     ("replay/checks/backward_checks.py", "torch.zeros(()) if gradient is None else gradient", "gradient", _ENGINE.format("result")),
     ("replay/checks/one_pass.py", "function._backward_cls.register_prehook = refuse", "pass", "auto/test_pipelines.py"),
-    ("replay/checks/transforms.py", "torch._C._functorch.peek_interpreter_stack() is None", "True", _DIFFERS.format("test_more_than_a_backward_is_refused")),
+    ("replay/checks/transforms.py", "if any(map(_copies_before_writes, _python_dispatch._get_current_dispatch_mode_stack()))", "if False", _DIFFERS.format("test_more_than_a_backward_is_refused")),
+    ("replay/checks/transforms.py", "elif torch._C._functorch.peek_interpreter_stack() is None", "elif True", _DIFFERS.format("test_more_than_a_backward_is_refused")),
     ("replay/checks/transforms.py", "forward_ad._current_level < 0", "True", _DIFFERS.format("test_more_than_a_backward_is_refused")),
     ("replay/checks/transforms.py", "(*inputs, *model.parameters(), *model.buffers())", "(*model.parameters(), *model.buffers())", _DIFFERS.format("test_more_than_a_backward_is_refused")),
     ("replay/checks/transforms.py", "(*inputs, *model.parameters(), *model.buffers())", "(*inputs, *model.buffers())", _KEY.format("test_tangents_of_parameters_and_buffers_are_refused[parameter]")),
     ("replay/checks/transforms.py", "(*inputs, *model.parameters(), *model.buffers())", "(*inputs, *model.parameters())", _KEY.format("test_tangents_of_parameters_and_buffers_are_refused[buffer]")),
+    ("replay/kept_steps.py", "if self.reads is not None and self.reads.holds_others(inputs)", "if False", _DIFFERS.format("test_an_input_that_the_model_holds_is_one_with_it")),
     ("replay/kept_steps.py", "if kept.change() is None", "", _READS.format("test_a_variable_of_the_function_around_is_followed")),
     ("replay/kept_steps.py", "return KeptSteps, ()", "return object.__reduce__(self)", _KEY.format("test_a_wrapper_that_has_trained_can_be_pickled")),
     ("replay/kept_steps.py", "len(own) >= OWN_STEPS:", "False:", "capture/test_effects.py::test_a_form_whose_forward_changes_what_it_reads_soon_runs_plainly"),
@@ -141,21 +147,39 @@ _CHECKS = [
     ("capture/trace/taken.py", "_THERE if of_all else name", "name", _TAKEN.format("test_values_that_are_taken_in_any_way_are_followed[a copy]")),
     ("capture/trace/taken.py", "        watch.returned(result)", "", _TAKEN.format("test_values_that_are_taken_in_any_way_are_followed[the object as a result]")),
     ("replay/kept_steps.py", "> KEPT_STEPS:", "> 10**9:", _READS.format("test_values_that_come_again_are_captured_once_and_the_oldest_are_dropped")),
+    ("replay/stepping.py", "if is_observed() or is_empty", "if is_empty", "auto/test_schedules_within.py::test_a_capture_is_that_of_the_plain_model[a part]"),
+    ("replay/stepping.py", " or is_for_shapes(inputs)", "", "auto/test_real_loops.py::test_a_loop_trains_as_in_plain_pytorch[calls that pytorch records-whole]"),
+    ("capture/trace/alone.py", " or torch.jit.is_tracing()", "", "auto/test_real_loops.py::test_a_loop_trains_as_in_plain_pytorch[calls that pytorch records-whole]"),
+    ("auto/blocks.py", " and not is_for_shapes(tensors_of((args, kwargs)))", "", "auto/test_real_loops.py::test_a_loop_trains_as_in_plain_pytorch[calls that pytorch records-blocks]"),
+    ("auto/block_calls.py", " or is_for_shapes(tensors_of((args, kwargs)))", "", "auto/test_real_loops.py::test_a_loop_trains_as_in_plain_pytorch[calls that pytorch records-blocks]"),
+    ("auto/rehearsal/fake.py", "if any(left() is not None for left in _Counting.left):", "if False:", "auto/test_kept_state.py::test_caches_of_packages_keep_no_fake_tensors"),
+    ("auto/block.py", "kept = self._own_step(key, args, kwargs, known)", "kept = self._own_step(key, args, kwargs, ())", "auto/test_block_branches.py::test_each_branch_of_a_block_is_planned"),
+    ("replay/stepping.py", "if known and not isinstance(error, InfeasibleError):", "if known:", "auto/test_block_branches.py::test_a_branch_without_a_plan_leaves_the_others_theirs"),
+    ("auto/block.py", "not torch.is_grad_enabled() or is_observed():", "not torch.is_grad_enabled():", "auto/test_schedules_within.py::test_a_capture_is_that_of_the_plain_model[blocks that wait]"),
+    ("auto/block_calls.py", "not self.plans or is_observed():", "not self.plans:", "auto/test_schedules_within.py::test_a_capture_is_that_of_the_plain_model[blocks]"),
+    ("auto/blocks.py", " and not is_observed()", "", "auto/test_schedules_within.py::test_a_capture_is_that_of_the_plain_model[blocks that wait]"),
+    ("capture/held_tensors.py", "            for holder, name in _UNSEEN:\n", "            for holder, name in ():\n", "capture/test_own_tensors.py::test_parameters_are_what_they_are_in_plain_pytorch"),
+    ("capture/trace/flat_module.py", "            held[name] = other\n", "            pass\n", "capture/test_own_tensors.py::test_parameters_are_what_they_are_in_plain_pytorch"),
+    ("capture/guards/objects.py", "return [Attributes(tensor, vars(tensor)), *class_holders(type(tensor), names)]", "return []", "capture/test_own_tensors.py::test_attributes_that_change_are_followed"),
+    ("capture/held_tensors.py", "if kind is not None and getattr(", "if False and getattr(", "capture/test_own_tensors.py::test_parameters_are_what_they_are_in_plain_pytorch"),
+    ("capture/guards/side_effects.py", "return type(own) is type(now) and is_outside(now) and memory_of(own) == memory_of(now)", "return True", "capture/test_own_tensors.py::test_another_parameter_is_refused"),
     ("replay/kept_steps.py", "if not self.captured.constants.hold()", "if False", "capture/test_constants.py::test_unregistered_parameters_that_change_are_followed"),
     ("replay/kept_steps.py", "self.reads.change() if self.reads is not None else None", "None", _VALUE.format("attribute")),
-    ("replay/training_step.py", "check_backward(call.step.captured, grads)", "pass", "capture/test_precision.py::test_a_backward_inside_autocast_is_warned_of"),
+    ("replay/training_step.py", "if self.plain is None and reason is not None:", "if False:", "capture/test_effects.py::test_many_gradients_at_once_are_refused"),
+    ("replay/training_step.py", "check_backward(self.step.captured, grads)", "pass", "capture/test_precision.py::test_a_backward_inside_autocast_is_warned_of"),
     ("replay/training_step.py", "change := reads.late_change()", "change := None", _LATE.format("hook, attribute")),
     ("replay/training_step.py", "call.step.for_gradients(grads)", "call.step", "replay/test_layouts_of_gradients.py"),
+    ("replay/training_step.py", "if torch._C._len_torch_dispatch_stack()", "if False", _DIFFERS.format("test_a_backward_where_saved_tensors_may_be_changed")),
     ("replay/training_step.py", "torch._C._autograd._get_current_graph_task_keep_graph()", "False", _WRAPPED.format("test_a_second_backward_reads_what_the_first_one_writes_over")),
     ("replay/training_step.py", "tensor._version != version", "False", _KEY.format("test_a_weight_that_a_hook_changes_in_the_backward_is_pytorchs_error")),
     ("replay/training_step.py", "if grads[position] is None)", "if False)", _WRAPPED.format("test_outputs_that_take_no_part_in_the_loss_leave_no_gradients")),
     ("replay/training_step.py", "grad.resolve_conj().resolve_neg()", "grad", "capture/test_corners.py::test_a_conjugated_gradient_is_taken"),
     ("replay/training_step.py", "grad.dtype != meta.dtype or not meta.lies_as(grad)", "not meta.lies_as(grad)", "replay/test_gradients_of_results.py"),
     ("replay/training_step.py", "grad.dtype != meta.dtype or not meta.lies_as(grad)", "grad.dtype != meta.dtype", "replay/test_gradients_of_results.py"),
-    ("replay/training_step.py", "watch_results(step.inner_results, outputs)", "pass", _INNER),
+    ("replay/training_step.py", "watch_results(step.inner_results, outputs, call.asked if plain else None)", "pass", _INNER),
     ("replay/training_step.py", "inputs[position].copy_(output)", "pass", _IN_PLACE.format("test_inputs_change_as_in_plain_pytorch")),
     ("replay/branches.py", "except (OtherAnswer, NotRepeated):", "except OtherAnswer:", "replay/test_effects_that_fail.py::test_what_a_call_cannot_set_again_is_plain_pytorchs_to_do"),
-    ("replay/wrapper.py", "self._kept.drop(key)  # or each call would begin by it", "raise", "replay/test_effects_that_fail.py::test_what_a_call_cannot_set_again_is_plain_pytorchs_to_do"),
+    ("replay/stepping.py", "self._kept.drop(key)  # or each call would begin by it", "raise", "replay/test_effects_that_fail.py::test_what_a_call_cannot_set_again_is_plain_pytorchs_to_do"),
     ("capture/trace/answers.py", "QUESTION(results, len(self.asked))", "results[0].new_empty(0)", _SIZES.format("equal_plain_pytorch[counted_alone]")),
     ("capture/trace/sizes.py", "if not any(map(self.has, read)):", "if True:", _SIZES.format("that_depend_on_what_is_learned_are_refused[learned_mask]")),
     ("capture/trace/sizes.py", "leaves((written, list", "leaves(([], list", _SIZES.format("that_depend_on_what_is_learned_are_refused[learned_statistics]")),
@@ -189,12 +213,16 @@ _SCHEDULES = [
     (_C, "if needed <= max(promised, budget):", "if True:", "ops/test_twins.py"),
 ]  # fmt: skip
 
-_UNFIT = "auto/test_kept_blocks.py::test_a_file_that_does_not_fit_is_planned_anew[{}]"
-_ANEW = "auto/test_kept_blocks.py::test_what_changes_the_plan_plans_anew[{}]"
+_PIECES = "auto/test_kept_pieces.py::{}"
+_UNFIT = "auto/test_kept_plans.py::test_a_file_that_does_not_fit_is_planned_anew[{}]"
+_ANEW = "auto/test_kept_plans.py::test_what_changes_the_plan_plans_anew[{}]"
 _P = "auto/block_plan.py"
 #: From a model with blocks to its kept plan.
 _KEPT = [
-    ("auto/kept_blocks.py", 'if content["sha256"] != _digest(', "if False and _digest(", "auto/test_kept_blocks.py::test_no_changed_byte_is_read"),
+    ("auto/kept_plans.py", 'if content["sha256"] != digest_of_fields(', "if False and digest_of_fields(", "auto/test_kept_plans.py::test_no_changed_byte_is_read"),
+    ("auto/kept_pieces.py", 'if content.pop("sha256", None) != digest_of_fields(', "if digest_of_fields({}) == digest_of_fields(", _PIECES.format("test_damaged_files_are_found_out_anew_with_a_warning")),
+    ("auto/block_menus.py", "if deadline.left():", "if True:", _PIECES.format("test_a_search_that_was_cut_short_and_scaled_costs_are_not_kept")),
+    ("auto/block_menus.py", "if settings.quick and earlier is None:", "if settings.quick:", _PIECES.format("test_a_search_that_was_cut_short_and_scaled_costs_are_not_kept")),
     (_P, "if len(kept.records) != len(of.blocks):", "if False:", _UNFIT.format("fewer blocks")),
     (_P, "if (call is None) != (record is None):", "if False:", _UNFIT.format("no schedule")),
     (_P, "if not is_of(record, captured, device_of(of.model)):", "if False:", _UNFIT.format("another program")),
@@ -206,6 +234,10 @@ _KEPT = [
 _R, _H, _O, _T, _S = (f"capture/guards/{name}.py" for name in ("reads", "holders", "objects", "traversal", "settings"))
 _EACH_SETTING = "capture/test_settings_followed.py::test_each_setting_is_compared"
 _GUARDS = [
+    (
+        "capture/trace/autograd_kernels.py", "            if wanted and not _has_kernel(func):\n", "            if False:\n",
+        "capture/test_autograd_kernels.py::test_a_gradient_through_it_is_refused",
+    ),
     *((_S, f"torch._C._get_{name}", "bool", _EACH_SETTING) for name in (
         "cudnn_enabled", "mkldnn_enabled", "flash_sdp_enabled", "mem_efficient_sdp_enabled", "cudnn_sdp_enabled", "math_sdp_enabled",
         "sdp_priority_order", "deterministic_algorithms",
@@ -218,10 +250,13 @@ _GUARDS = [
     (_S, "(type(mode), [(name, form_of_plain(value)) for name, value in vars(mode).items()])", "(type(mode),)", _DIFFERS.format("test_modes_of_functions_are_followed")),
     (_R, "walk.add(Attributes(module, module.__dict__, only=self.attributes.get(name, frozenset())), path)", "pass", _VALUE.format("attribute")),
     (_R, "class_holders(type(module), self.names)", "()", _VALUE.format("class attribute")),
-    (_R, "marked or not self.names.isdisjoint(vars(tensor))", "False", _DIFFERS.format("test_what_a_forward_reads_of_parameters")),
+    (_R, "marked or holder.contents(self.names)", "False", _DIFFERS.format("test_what_a_forward_reads_of_parameters")),
     (_R, "any(attribute in found for found in members)", "0", _VALUE.format("default of getattr")),
     (_R, "walk.add(Variables(mapping, mapping, python_module, names), python_module)", "pass", _VALUE.format("global")),
     (_R, 'walk.form(argument, f"argument {position}")', "0", _READS.format("test_an_object_that_is_an_argument_is_followed")),
+    (_R, 'if "grad" in self.names and', "if False and", _GRADIENTS.format("test_a_grad_that_is_gathered_between_calls_is_seen")),
+    ("replay/training_step.py", "in captured.buffers_made_to_require", "in ()", _GRADIENTS.format("test_a_copy_trains_by_the_step_of_the_first")),
+    ("capture/trace/answers.py", "[*inputs, *model.parameters(), *model.buffers()]", "inputs", _GRADIENTS.format("test_buffers_that_require_gradients_get_them")),
     (_R, "if (settings := settings_now()) != self._settings:", "if False:", _EACH_SETTING),
     (_R, "return label in self.late_attributes.get(", "return label in {}.get(", _LATE.format("hook, attribute")),
     (_R, "            return label in self.late_names", "            return False", _LATE.format("hook, object")),
@@ -261,6 +296,7 @@ _GUARDS = [
     (_H, 'return [] if self.held.grad is then[0] else [f"{path}.grad"]', "return []", "capture/test_effects.py::test_what_cannot_be_set_again_is_named[grad in the backward]"),
     (_O, "yield from class_holders(type(value), names)", "pass", _VALUE.format("class attribute of an object")),
     (_O, "yield Members(value)", "return", _VALUE.format("set")),
+    (_H, "    drawn = True\n\n\nclass Members", "\n\nclass Members", _READS.format("test_a_queue_that_a_forward_fills_is_refused")),
     (_O, "yield Items(value)", "return", _VALUE.format("list")),
     (_O, "yield Entries(value, hooks=hooks)", "return", _VALUE.format("dict")),
     (_O, "yield Elements(value)", "return", _VALUE.format("numpy array")),
@@ -314,6 +350,8 @@ _SHARED = [
 def _listed() -> Iterator[Mutant]:
     for text, instead, test in _CALL_KEYS:
         yield Mutant("replay/checks/call_keys.py", text, instead, test)
+    for text, instead, test in _STEPPING:
+        yield Mutant("replay/stepping.py", text, instead, test)
     for text, instead, test in _WRAPPER:
         yield Mutant("replay/wrapper.py", text, instead, test)
     for file, text, instead, test in (*_CHECKS, *_SCHEDULES, *_KEPT, *_GUARDS):

@@ -41,19 +41,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="also run the tests that are marked slow")
 
 
+def _asks_for_rare(config: pytest.Config) -> bool:
+    return bool(config.option.all or any("::" in argument for argument in config.args))
+
+
 def _asks_for_slow(config: pytest.Config) -> bool:
-    return bool(config.option.all or config.option.markexpr or any("::" in argument for argument in config.args))
+    return bool(_asks_for_rare(config) or config.option.markexpr)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave slow tests out, unless ``--all``, ``-m`` or the name of a test asks for them.
 
-    ``@pytest.mark.slow(but=["tied"])`` marks all cases of a test but these; ``slow(every=10)`` all but each tenth. The
-    folders with the longest tests come first, so that no process is left alone with one at the end.
+    ``@pytest.mark.slow(but=["tied"])`` marks all cases of a test but these; ``slow(every=10)`` all but each tenth.
+    For ``-m``, ``slow(rare=["tied"])`` leaves these cases out, ``slow(rare=3)`` all but each third, ``slow(rare=1)``
+    all. The folders with the longest tests come first, so that no process is left alone with one at the end.
     """
     items.sort(key=lambda item: item.path.parent.name not in LONGEST)
     seen: Counter[str] = Counter()
+    rare: set[pytest.Item] = set()
+    slow_too = _asks_for_slow(config)
     for item in items:
         slow = item.get_closest_marker("slow")
         if slow is None or not isinstance(item, pytest.Function):
@@ -61,14 +68,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         name = item.nodeid.partition("[")[0]
         case = seen[name]
         seen[name] += 1
-        quick = item.callspec.id in slow.kwargs.get("but", ()) if hasattr(item, "callspec") else False
-        if quick or ("every" in slow.kwargs and case % slow.kwargs["every"] == 0):
+        name = item.callspec.id if hasattr(item, "callspec") else ""
+        if name in slow.kwargs.get("but", ()) or ("every" in slow.kwargs and case % slow.kwargs["every"] == 0):
             item.own_markers.remove(slow)
-    if _asks_for_slow(config):
+            continue
+        of = slow.kwargs.get("rare", ())
+        if name in of if not isinstance(of, int) else of == 1 or case % of:
+            rare.add(item)
+    if _asks_for_rare(config):
         return
-    left_out = [item for item in items if item.get_closest_marker("slow")]
+    left_out = [item for item in items if item in rare or (not slow_too and item.get_closest_marker("slow"))]
     config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    left = set(left_out)
+    items[:] = [item for item in items if item not in left]
 
 
 def pytest_collection_finish() -> None:
@@ -91,6 +103,8 @@ def _forgotten() -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if not _asks_for_slow(config):
         terminalreporter.write_line("Tests marked slow were left out; pytest --all runs everything.")
+    elif not _asks_for_rare(config):
+        terminalreporter.write_line("Rare ones of the slow tests were left out; pytest --all runs everything.")
 
 
 @pytest.hookimpl(wrapper=True)

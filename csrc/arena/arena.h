@@ -20,6 +20,7 @@
 #include <mutex>
 #include <optional>
 #include <thread>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -130,7 +131,7 @@ class Arenas {
   void drop_plan(int64_t number) {
     const std::lock_guard lock(mutex_);
     if (const auto found = plans_.find(number); found != plans_.end()) {
-      if (between_.plan == found->second) end_between();
+      end_between([&](const auto& of) { return of.second.plan == found->second; });
       plans_.erase(found);
     }
   }
@@ -139,7 +140,7 @@ class Arenas {
     const std::lock_guard lock(mutex_);
     const auto found = blocks_.find(number);
     if (found == blocks_.end()) return;
-    if (between_.block == found->second) end_between();
+    end_between([&](const auto& of) { return of.second.block == found->second; });
     found->second->closed = true;
     if (found->second->taken.empty()) release(*found->second);
     blocks_.erase(found);
@@ -164,7 +165,7 @@ class Arenas {
   // Allocations of this thread belong to a plan from now on: to a new step of it, or to the one that runs.
   void enter(int64_t plan, int64_t block, Stream stream, bool anew, int device = -1) {
     const std::lock_guard lock(mutex_);
-    end_between();
+    end_between([here = place_of(stream, device)](const auto& of) { return of.first == here; });
     active() = {plans_.at(plan), blocks_.at(block), stream, device};
     if (anew) {
       Plan& of = *active().plan;
@@ -173,14 +174,12 @@ class Arenas {
     }
   }
 
-  // They no longer do. After a forward, those on the same stream do until the backward begins, and on a GPU of any thread: there
-  // autograd runs the loss's backward in a thread of its own.
+  // They no longer do. After a forward, those at the same place do until the backward begins.
   void leave(bool after_forward) {
     const std::lock_guard lock(mutex_);
     if (after_forward) {
-      between_ = active();
-      between_.part = Part::Between;
-      between_in_ = std::this_thread::get_id();
+      Active& between = between_[place_of(active().stream, active().device)] = active();
+      between.part = Part::Between;
       is_between_ = true;
     }
     active() = {};
@@ -191,11 +190,11 @@ class Arenas {
 
   // On which plan the present thread's allocations on a stream are; on none: without a plan.
   Active current(Stream stream, int device) {
-    const auto if_there = [&](const Active& of) { return of.stream == stream && of.device == device ? of : Active{}; };
-    if (active().plan) return if_there(active());
+    if (active().plan) return active().stream == stream && active().device == device ? active() : Active{};
     if (!is_between_) return {};
     const std::lock_guard lock(mutex_);
-    return device >= 0 || between_in_ == std::this_thread::get_id() ? if_there(between_) : Active{};
+    const auto found = between_.find(place_of(stream, device));
+    return found == between_.end() ? Active{} : found->second;
   }
 
   // Record the steps that begin from now on, or stop that.
@@ -307,15 +306,23 @@ class Arenas {
     block.bytes = 0;
   }
 
-  void end_between() {
-    between_ = {};
-    is_between_ = false;
+  // Where the loss of a step is computed: on a CPU in a thread; on a GPU on a stream, and of any thread, since autograd runs the loss's
+  // backward there in a thread of its own.
+  using Place = std::tuple<int, Stream, std::thread::id>;
+
+  static Place place_of(Stream stream, int device) {
+    return {device, stream, device >= 0 ? std::thread::id() : std::this_thread::get_id()};
+  }
+
+  template <typename Which>
+  void end_between(const Which& is_ended) {
+    for (auto at = between_.begin(); at != between_.end();) at = is_ended(*at) ? between_.erase(at) : std::next(at);
+    is_between_ = !between_.empty();
   }
 
   std::mutex mutex_;
-  Active between_;
+  std::map<Place, Active> between_;
   std::atomic<bool> is_between_ = false;
-  std::thread::id between_in_;
   std::map<int64_t, std::shared_ptr<Plan>> plans_;
   std::map<int64_t, std::shared_ptr<Block>> blocks_;
   std::map<char*, std::shared_ptr<Block>> by_start_;

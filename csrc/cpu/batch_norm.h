@@ -4,8 +4,6 @@
 
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <array>
 #include <optional>
 #include <tuple>
@@ -16,14 +14,14 @@
 
 namespace monet_like::batch_norm {
 
-using Three = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
-using Statistics = std::tuple<at::Tensor, at::Tensor>;  // mean and invstd, one number for each channel
-using MaybeTensor = std::optional<at::Tensor>;
+using Three = std::tuple<Tensor, Tensor, Tensor>;
+using Statistics = std::tuple<Tensor, Tensor>;  // mean and invstd, one number for each channel
+using MaybeTensor = MaybeTensor;
 
 // A batch norm from its saved statistics, and the addition and the activation that follow it.
 struct Forward {
   MaybeTensor weight, bias;
-  at::Tensor mean, invstd;
+  Tensor mean, invstd;
   MaybeTensor residual;
   Activation activation;
   double lo, hi;
@@ -33,7 +31,7 @@ struct Forward {
 struct Backward {
   Formula formula;
   MaybeTensor weight, bias;
-  at::Tensor mean, invstd;
+  Tensor mean, invstd;
   Activation activation;
   double lo, hi;
 };
@@ -43,30 +41,30 @@ struct Backward {
 // The formula by which ATen normalises a tensor of this layout, so that our y has the bits of its y.
 Formula formula_for(NormLayout layout);
 // Normalise x into `out`: a tensor laid out as batch norm's result is, or channels of one that is contiguous.
-void apply_to(const at::Tensor& x, const NormShape& shape, const Forward& forward, at::Tensor out);
-at::Tensor apply(const at::Tensor& x, const NormShape& shape, const Forward& forward);
+void apply_to(const Tensor& x, const NormShape& shape, const Forward& forward, Tensor out);
+Tensor apply(const Tensor& x, const NormShape& shape, const Forward& forward);
 // Add the residual and apply the activation to y, in place.
-at::Tensor finish_(at::Tensor y, const MaybeTensor& residual, Activation activation, double lo, double hi);
-at::Tensor batch_norm_apply(
-    const at::Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias, const at::Tensor& mean,
-    const at::Tensor& invstd, const MaybeTensor& residual, c10::string_view activation, double lo, double hi);
+Tensor finish_(Tensor y, const MaybeTensor& residual, Activation activation, double lo, double hi);
+Tensor batch_norm_apply(
+    const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias, const Tensor& mean,
+    const Tensor& invstd, const MaybeTensor& residual, std::string_view activation, double lo, double hi);
 
 // ---- batch_norm_train.cpp ----
 
 // Mean and invstd computed here, equal to ATen's up to rounding and faster: ATen's loop over a channel has no vectors.
 // This and the next function update the running statistics.
 Statistics own_statistics(
-    const at::Tensor& x, const NormShape& shape, const at::TensorOptions& options, const MaybeTensor& running_mean,
+    const Tensor& x, const NormShape& shape, const TensorOptions& options, const MaybeTensor& running_mean,
     const MaybeTensor& running_var, double momentum, double eps);
 // Mean and invstd computed by ATen, of a dense float32 or float64 tensor.
 Statistics statistics_of_aten(
-    const at::Tensor& x, const MaybeTensor& running_mean, const MaybeTensor& running_var, double momentum, double eps);
+    const Tensor& x, const MaybeTensor& running_mean, const MaybeTensor& running_var, double momentum, double eps);
 // One number for each channel, rounded to the dtype of the options.
-at::Tensor per_channel(const std::vector<double>& values, const at::TensorOptions& options);
+Tensor per_channel(const std::vector<double>& values, const TensorOptions& options);
 Three batch_norm_train(
-    const at::Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias, const MaybeTensor& running_mean,
+    const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias, const MaybeTensor& running_mean,
     const MaybeTensor& running_var, double momentum, double eps, const MaybeTensor& residual,
-    c10::string_view activation, double lo, double hi, bool exact);
+    std::string_view activation, double lo, double hi, bool exact);
 
 // ---- batch_norm_backward.cpp ----
 
@@ -74,18 +72,18 @@ Three batch_norm_train(
 // Tensors are laid out as x is for batch norm, or are channels of contiguous ones if x is contiguous; the activation is
 // compiled with the batch norm.
 void backward_to(
-    const at::Tensor& grad, const at::Tensor& x, const NormShape& shape, const Backward& b,
-    const at::Tensor& grad_input, const at::Tensor& residual, double* sums);
+    const Tensor& grad, const Tensor& x, const NormShape& shape, const Backward& b,
+    const Tensor& grad_input, const Tensor& residual, double* sums);
 // Gradients for weight and bias from the sums of `backward_to`; undefined where `mask` is false.
-std::tuple<at::Tensor, at::Tensor> parameter_gradients(
-    std::vector<double> sums, const MaybeTensor& weight, const at::Tensor& mean, const at::Tensor& invstd,
+std::tuple<Tensor, Tensor> parameter_gradients(
+    std::vector<double> sums, const MaybeTensor& weight, const Tensor& mean, const Tensor& invstd,
     std::array<bool, 3> mask);
 // The gradient to be added, as `backward_to` can read it: copied if it is neither laid out as x nor channels of such a
 // tensor; undefined if there is none.
-at::Tensor added(const MaybeTensor& residual, const at::Tensor& x, const NormShape& shape);
+Tensor added(const MaybeTensor& residual, const Tensor& x, const NormShape& shape);
 Three batch_norm_activation_backward(
-    const at::Tensor& grad, const at::Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias,
-    const at::Tensor& mean, const at::Tensor& invstd, c10::string_view activation, double lo, double hi,
+    const Tensor& grad, const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias,
+    const Tensor& mean, const Tensor& invstd, std::string_view activation, double lo, double hi,
     std::array<bool, 3> mask, const MaybeTensor& residual);
 
 // ---- for all of them ----
@@ -95,33 +93,39 @@ inline bool by_rows(NormLayout layout, const NormShape& shape) {
   return layout == NormLayout::ChannelsLast || shape.image == 1;
 }
 
-inline bool is_full_precision(const at::Tensor& x) {
-  return x.scalar_type() == at::kFloat || x.scalar_type() == at::kDouble;
+// The gradient through leaky ReLU of y; with y as the gradient, leaky ReLU itself. Both have ATen's bits.
+inline Tensor leaky_relu_gradient(const Tensor& grad, const Tensor& y, double slope) {
+  const Tensor positive = call("aten::gt", "Tensor", y, number(0));
+  return call("aten::where", "self", positive, grad, call("aten::mul", "Tensor", grad, number(slope)));
+}
+
+inline bool is_full_precision(const Tensor& x) {
+  return x.scalar_type() == kFloat || x.scalar_type() == kDouble;
 }
 
 // The memory of a tensor that is laid out as batch norm reads it.
-inline Input memory_of(const at::Tensor& x, const NormShape& shape) {
+inline Input memory_of(const Tensor& x, const NormShape& shape) {
   return {x.scalar_type(), shape, by_rows(norm_layout(x), shape), x.const_data_ptr()};
 }
 
 // A batch norm as its loops take it. It holds the tensors that the loops read.
 struct LayerMemory {
-  at::Tensor weight, bias, mean, invstd;
+  Tensor weight, bias, mean, invstd;
   Layer layer;
 
   LayerMemory(
-      at::ScalarType x, Formula formula, const MaybeTensor& w, const MaybeTensor& b, const at::Tensor& m,
-      const at::Tensor& s, Activation activation, double lo, double hi) {
+      ScalarType x, Formula formula, const MaybeTensor& w, const MaybeTensor& b, const Tensor& m,
+      const Tensor& s, Activation activation, double lo, double hi) {
     const auto computed = [&](const MaybeTensor& t) {
-      return given(t) ? t->to(x == at::kDouble ? at::kDouble : at::kFloat).contiguous() : at::Tensor();
+      return given(t) ? t->to(x == kDouble ? kDouble : kFloat).contiguous() : Tensor();
     };
-    const auto data = [](const at::Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; };
+    const auto data = [](const Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; };
     weight = computed(w);
     bias = computed(b);
     mean = computed(m);
     invstd = computed(s);
     layer = {formula, activation, lo, hi, data(weight), data(bias), data(mean), data(invstd),
-             m.scalar_type() == at::kHalf};
+             m.scalar_type() == kHalf};
   }
 };
 

@@ -1,11 +1,5 @@
 // Batch norm from saved statistics, with the addition and the activation that follow it.
 
-#include <ATen/ops/hardswish.h>
-#include <ATen/ops/leaky_relu.h>
-#include <ATen/ops/native_batch_norm.h>
-#include <ATen/ops/relu.h>
-#include <ATen/ops/silu.h>
-
 #include "batch_norm.h"
 
 namespace monet_like::batch_norm {
@@ -26,15 +20,16 @@ bool can_fuse() {
 Formula dense_formula() {
   static const Formula found = [] {
     constexpr int64_t kChannels = 8, kRows = 64;
-    at::Tensor x = at::empty({kRows, kChannels}, at::kFloat), weight = at::empty({kChannels}, at::kFloat);
-    at::Tensor bias = at::empty({kChannels}, at::kFloat);
+    const TensorOptions options{kFloat, {aoti_torch_device_type_cpu(), 0}};
+    const Tensor x = empty({kRows, kChannels}, options), weight = empty({kChannels}, options);
+    const Tensor bias = empty({kChannels}, options);
     uint32_t state = 1;
     const auto draw = [&] { return static_cast<float>((state = state * 1664525u + 1013904223u) >> 8) / 8388608.0f; };
-    for (at::Tensor* t : {&x, &weight, &bias}) {
+    for (const Tensor* t : {&x, &weight, &bias}) {
       std::generate_n(t->mutable_data_ptr<float>(), t->numel(), draw);
     }
     const auto [y, mean, invstd] =
-        at::native_batch_norm(x, weight, bias, std::nullopt, std::nullopt, true, 0.1, 1e-5);
+        native_batch_norm(x, weight, bias, std::nullopt, std::nullopt, 0.1, 1e-5);
     const float* in = x.const_data_ptr<float>();
     const float* out = y.const_data_ptr<float>();
     for (int64_t i = 0; i < x.numel(); ++i) {
@@ -60,26 +55,27 @@ Formula formula_for(NormLayout layout) {
 namespace {
 
 // The activation by ATen's own operators, in place.
-at::Tensor activate_(at::Tensor y, Activation activation, double lo, double hi) {
+Tensor activate_(const Tensor& y, Activation activation, double lo, double hi) {
   switch (activation) {
     case Activation::Clamp:
-      return lo == 0 && hi == kInfinity ? at::relu_(y) : y.clamp_(lo, hi);
+      return lo == 0 && hi == kInfinity ? call("aten::relu_", "", y)
+                                          : call("aten::clamp_", "Tensor", y, MaybeTensor(number(lo)), MaybeTensor(number(hi)));
     case Activation::LeakyRelu:
-      return at::leaky_relu_(y, lo);
+      return y.copy_(leaky_relu_gradient(y, y, lo));
     case Activation::Hardswish:
-      return at::hardswish_(y);
+      return call("aten::hardswish_", "", y);
     case Activation::Silu:
-      return at::silu_(y);
+      return call("aten::silu_", "", y);
   }
   return y;
 }
 
 }  // namespace
 
-void apply_to(const at::Tensor& x, const NormShape& shape, const Forward& forward, at::Tensor out) {
+void apply_to(const Tensor& x, const NormShape& shape, const Forward& forward, Tensor out) {
   const Formula formula = formula_for(norm_layout(x));
   const auto format = norm_format(x);
-  const at::Tensor in = x.contiguous(format);
+  const Tensor in = x.contiguous(format);
   if (x.numel() == 0) {
     return;
   }
@@ -93,7 +89,7 @@ void apply_to(const at::Tensor& x, const NormShape& shape, const Forward& forwar
     activate_(out, forward.activation, forward.lo, forward.hi);
     return;
   }
-  const at::Tensor residual = has_residual ? forward.residual->contiguous(format) : at::Tensor();
+  const Tensor residual = has_residual ? forward.residual->contiguous(format) : Tensor();
   const LayerMemory memory(
       x.scalar_type(), formula, forward.weight, forward.bias, forward.mean, forward.invstd, forward.activation,
       forward.lo, forward.hi);
@@ -102,20 +98,22 @@ void apply_to(const at::Tensor& x, const NormShape& shape, const Forward& forwar
       {out.mutable_data_ptr(), out.stride(0)});
 }
 
-at::Tensor apply(const at::Tensor& x, const NormShape& shape, const Forward& forward) {
-  at::Tensor out = at::empty(x.sizes(), x.options().memory_format(norm_format(x)));
+Tensor apply(const Tensor& x, const NormShape& shape, const Forward& forward) {
+  Tensor out = empty(x.sizes(), x.options().memory_format(norm_format(x)));
   apply_to(x, shape, forward, out);
   return out;
 }
 
 // One pass does both if that gives the bits of ATen's operators.
-at::Tensor finish_(
-    at::Tensor y, const MaybeTensor& residual, Activation activation, double lo, double hi) {
-  const bool half = y.scalar_type() == at::kHalf || y.scalar_type() == at::kBFloat16;
+Tensor finish_(
+    Tensor y, const MaybeTensor& residual, Activation activation, double lo, double hi) {
+  const bool half = y.scalar_type() == kHalf || y.scalar_type() == kBFloat16;
   const bool dense = half && activation == Activation::Clamp && is_dense(y.sizes(), y.strides());
   if (!dense || (given(residual) && residual->strides() != y.strides())) {
     if (given(residual)) {
-      y.add_(*residual);
+      AtenTensorHandle sum = nullptr;
+      MONET_TORCH(aoti_torch_aten_subtract_Tensor, y.get(), residual->get(), -1.0, &sum);
+      y = Tensor(sum);
     }
     return activate_(y, activation, lo, hi);
   }
@@ -127,10 +125,10 @@ at::Tensor finish_(
   return y;
 }
 
-at::Tensor batch_norm_apply(
-    const at::Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias,
-    const at::Tensor& mean, const at::Tensor& invstd, const MaybeTensor& residual,
-    c10::string_view activation, double lo, double hi) {
+Tensor batch_norm_apply(
+    const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias,
+    const Tensor& mean, const Tensor& invstd, const MaybeTensor& residual,
+    std::string_view activation, double lo, double hi) {
   const char* op = "batch_norm_apply";
   const NormShape shape = check_norm(op, x, weight, bias, &mean, &invstd);
   check_residual(op, x, residual);

@@ -1,8 +1,5 @@
 // Batch norm of tensors joined along the channels, which are read where they are if their layouts allow it.
 
-#include <ATen/ops/cat.h>
-#include <torch/library.h>
-
 #include "batch_norm.h"
 
 namespace monet_like::batch_norm {
@@ -20,10 +17,10 @@ Forward channels_of(const Forward& all, int64_t first, int64_t count) {
           all.invstd.narrow(0, first, count), std::nullopt, all.activation, all.lo, all.hi};
 }
 
-at::Tensor apply_joined(at::TensorList parts, const NormShape& shape, const Forward& forward) {
-  at::Tensor out = at::empty(joined_sizes(parts), parts[0].options().memory_format(at::MemoryFormat::Contiguous));
+Tensor apply_joined(TensorList parts, const NormShape& shape, const Forward& forward) {
+  Tensor out = empty(joined_sizes(parts), parts[0].options());
   int64_t first = 0;
-  for (const at::Tensor& part : parts) {
+  for (const Tensor& part : parts) {
     const int64_t count = part.size(1);
     apply_to(part, {shape.batch, count, shape.image}, channels_of(forward, first, count), out.narrow(1, first, count));
     first += count;
@@ -31,12 +28,12 @@ at::Tensor apply_joined(at::TensorList parts, const NormShape& shape, const Forw
   return out;
 }
 
-at::Tensor batch_norm_apply_joined(
-    at::TensorList parts, const MaybeTensor& weight, const MaybeTensor& bias,
-    const at::Tensor& mean, const at::Tensor& invstd, c10::string_view activation, double lo, double hi) {
+Tensor batch_norm_apply_joined(
+    TensorList parts, const MaybeTensor& weight, const MaybeTensor& bias,
+    const Tensor& mean, const Tensor& invstd, std::string_view activation, double lo, double hi) {
   const char* op = "batch_norm_apply_joined";
   if (!check_parts(op, parts)) {
-    return batch_norm_apply(at::cat(parts, 1), weight, bias, mean, invstd, std::nullopt, activation, lo, hi);
+    return batch_norm_apply(cat(parts, 1), weight, bias, mean, invstd, std::nullopt, activation, lo, hi);
   }
   const NormShape shape = check_norm_joined(op, parts, weight, bias, &mean, &invstd);
   return apply_joined(
@@ -44,20 +41,20 @@ at::Tensor batch_norm_apply_joined(
 }
 
 Three batch_norm_train_joined(
-    at::TensorList parts, const MaybeTensor& weight, const MaybeTensor& bias,
+    TensorList parts, const MaybeTensor& weight, const MaybeTensor& bias,
     const MaybeTensor& running_mean, const MaybeTensor& running_var, double momentum,
-    double eps, c10::string_view activation, double lo, double hi, bool exact) {
+    double eps, std::string_view activation, double lo, double hi, bool exact) {
   const char* op = "batch_norm_train_joined";
   if (!check_parts(op, parts) || (exact && !is_full_precision(parts[0]))) {
     return batch_norm_train(
-        at::cat(parts, 1), weight, bias, running_mean, running_var, momentum, eps, std::nullopt, activation, lo, hi,
+        cat(parts, 1), weight, bias, running_mean, running_var, momentum, eps, std::nullopt, activation, lo, hi,
         exact);
   }
   const NormShape shape = check_norm_joined(op, parts, weight, bias, nullptr, nullptr);
   const Activation follows = check_activation(op, activation);
-  std::vector<at::Tensor> means, invstds;
+  std::vector<Tensor> means, invstds;
   int64_t first = 0;
-  for (const at::Tensor& part : parts) {
+  for (const Tensor& part : parts) {
     const int64_t count = part.size(1);
     const auto channels = [&](const MaybeTensor& t) { return channels_of(t, first, count); };
     const auto [mean, invstd] =
@@ -70,15 +67,15 @@ Three batch_norm_train_joined(
     invstds.push_back(invstd);
     first += count;
   }
-  const at::Tensor mean = at::cat(means), invstd = at::cat(invstds);
+  const Tensor mean = cat(means), invstd = cat(invstds);
   return {
       apply_joined(parts, shape, {weight, bias, mean, invstd, std::nullopt, follows, lo, hi}), mean, invstd};
 }
 
 Three batch_norm_activation_backward_joined(
-    const at::Tensor& grad, at::TensorList parts, const MaybeTensor& weight,
-    const MaybeTensor& bias, const at::Tensor& mean, const at::Tensor& invstd,
-    c10::string_view activation, double lo, double hi, std::array<bool, 3> mask,
+    const Tensor& grad, TensorList parts, const MaybeTensor& weight,
+    const MaybeTensor& bias, const Tensor& mean, const Tensor& invstd,
+    std::string_view activation, double lo, double hi, std::array<bool, 3> mask,
     const MaybeTensor& residual) {
   const char* op = "batch_norm_activation_backward_joined";
   const bool apart = check_parts(op, parts);
@@ -86,24 +83,24 @@ Three batch_norm_activation_backward_joined(
   const Formula formula = formula_for(norm_layout(parts[0]));
   if (!apart || !is_compiled(follows, formula, parts[0].scalar_type(), false)) {
     return batch_norm_activation_backward(
-        grad, at::cat(parts, 1), weight, bias, mean, invstd, activation, lo, hi, mask, residual);
+        grad, cat(parts, 1), weight, bias, mean, invstd, activation, lo, hi, mask, residual);
   }
   const NormShape shape = check_norm_joined(op, parts, weight, bias, &mean, &invstd);
   const std::vector<int64_t> sizes = joined_sizes(parts);
   check_gradient(op, grad, sizes, parts[0].scalar_type());
-  const at::Tensor upstream = grad.contiguous();
-  at::Tensor grad_input, other;
+  const Tensor upstream = grad.contiguous();
+  Tensor grad_input, other;
   if (mask[0]) {
-    grad_input = at::empty(sizes, parts[0].options().memory_format(at::MemoryFormat::Contiguous));
+    grad_input = empty(sizes, parts[0].options());
     check_residual(op, grad_input, residual);
     other = added(residual, grad_input, shape);
   }
-  const auto channels = [](const at::Tensor& t, int64_t first, int64_t count) {
+  const auto channels = [](const Tensor& t, int64_t first, int64_t count) {
     return t.defined() ? t.narrow(1, first, count) : t;
   };
   std::vector<double> sums(2 * shape.channels, 0.0);
   int64_t first = 0;
-  for (const at::Tensor& part : parts) {
+  for (const Tensor& part : parts) {
     const int64_t count = part.size(1);
     std::vector<double> own(2 * count, 0.0);
     const Forward known = channels_of({weight, bias, mean, invstd, std::nullopt, follows, lo, hi}, first, count);
@@ -124,11 +121,11 @@ Three batch_norm_activation_backward_joined(
 }  // namespace monet_like::batch_norm
 
 // All operators of batch norm are registered here: torch/library.h takes long to compile.
-TORCH_LIBRARY_IMPL(monet_like, CPU, m) {
-  m.impl("batch_norm_apply", &monet_like::batch_norm::batch_norm_apply);
-  m.impl("batch_norm_train", &monet_like::batch_norm::batch_norm_train);
-  m.impl("batch_norm_activation_backward", &monet_like::batch_norm::batch_norm_activation_backward);
-  m.impl("batch_norm_apply_joined", &monet_like::batch_norm::batch_norm_apply_joined);
-  m.impl("batch_norm_train_joined", &monet_like::batch_norm::batch_norm_train_joined);
-  m.impl("batch_norm_activation_backward_joined", &monet_like::batch_norm::batch_norm_activation_backward_joined);
+MONET_KERNELS(CPU, m) {
+  m.add<&monet_like::batch_norm::batch_norm_apply>("batch_norm_apply");
+  m.add<&monet_like::batch_norm::batch_norm_train>("batch_norm_train");
+  m.add<&monet_like::batch_norm::batch_norm_activation_backward>("batch_norm_activation_backward");
+  m.add<&monet_like::batch_norm::batch_norm_apply_joined>("batch_norm_apply_joined");
+  m.add<&monet_like::batch_norm::batch_norm_train_joined>("batch_norm_train_joined");
+  m.add<&monet_like::batch_norm::batch_norm_activation_backward_joined>("batch_norm_activation_backward_joined");
 }

@@ -1,7 +1,5 @@
 // Max pooling on the CPU that keeps one byte for each output, where ATen keeps an int64 index.
 
-#include <torch/library.h>
-
 #include <tuple>
 
 #include "../max_pool.h"
@@ -10,9 +8,9 @@
 namespace monet_like::max_pool {
 namespace {
 
-std::tuple<at::Tensor, at::Tensor> max_pool2d_with_offsets(
-    const at::Tensor& x, at::IntArrayRef kernel, at::IntArrayRef stride, at::IntArrayRef padding,
-    at::IntArrayRef dilation, bool ceil_mode) {
+std::tuple<Tensor, Tensor> max_pool2d_with_offsets(
+    const Tensor& x, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding,
+    IntArrayRef dilation, bool ceil_mode) {
   const Pooling call = pooling_forward("max_pool2d_with_offsets", x, kernel, stride, padding, dilation, ceil_mode);
   if (call.out.numel() > 0) {
     pool_loops(
@@ -22,32 +20,32 @@ std::tuple<at::Tensor, at::Tensor> max_pool2d_with_offsets(
   return {call.out, call.cells};
 }
 
-at::Tensor max_pool2d_offsets(
-    const at::Tensor& indices, at::IntArrayRef input_size, at::IntArrayRef kernel, at::IntArrayRef stride,
-    at::IntArrayRef padding, at::IntArrayRef dilation) {
+Tensor max_pool2d_offsets(
+    const Tensor& indices, IntArrayRef input_size, IntArrayRef kernel, IntArrayRef stride,
+    IntArrayRef padding, IntArrayRef dilation) {
   const char* op = "max_pool2d_offsets";
   const Pooling call =
-      pooling_cells(op, indices, "indices", at::kLong, at::kByte, input_size, kernel, stride, padding, dilation);
+      pooling_cells(op, indices, "indices", kLong, kByte, input_size, kernel, stride, padding, dilation);
   const bool good = offsets_loops(
       call.in.const_data_ptr<int64_t>(), call.out.mutable_data_ptr<uint8_t>(), call.pool, call.channels_last);
-  TORCH_CHECK_VALUE(good, "monet_like::", op, ": an index lies outside its window; wrong window or indices");
+  MONET_CHECK(good, "monet_like::", op, ": an index lies outside its window; wrong window or indices");
   return call.out;
 }
 
-at::Tensor max_pool2d_offsets_to_indices(
-    const at::Tensor& offsets, at::IntArrayRef input_size, at::IntArrayRef kernel, at::IntArrayRef stride,
-    at::IntArrayRef padding, at::IntArrayRef dilation) {
+Tensor max_pool2d_offsets_to_indices(
+    const Tensor& offsets, IntArrayRef input_size, IntArrayRef kernel, IntArrayRef stride,
+    IntArrayRef padding, IntArrayRef dilation) {
   const Pooling call = pooling_cells(
-      "max_pool2d_offsets_to_indices", offsets, "offsets", at::kByte, at::kLong, input_size, kernel, stride, padding,
+      "max_pool2d_offsets_to_indices", offsets, "offsets", kByte, kLong, input_size, kernel, stride, padding,
       dilation);
   indices_loops(
       call.in.const_data_ptr<uint8_t>(), call.out.mutable_data_ptr<int64_t>(), call.pool, call.channels_last);
   return call.out;
 }
 
-at::Tensor max_pool2d_offsets_backward(
-    const at::Tensor& grad, const at::Tensor& offsets, at::IntArrayRef input_size, at::IntArrayRef kernel,
-    at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation) {
+Tensor max_pool2d_offsets_backward(
+    const Tensor& grad, const Tensor& offsets, IntArrayRef input_size, IntArrayRef kernel,
+    IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation) {
   const Pooling call = pooling_backward(
       "max_pool2d_offsets_backward", grad, offsets, input_size, kernel, stride, padding, dilation);
   if (call.out.numel() > 0) {
@@ -60,11 +58,11 @@ at::Tensor max_pool2d_offsets_backward(
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(monet_like, CPU, m) {
-  m.impl("max_pool2d_with_offsets", &max_pool2d_with_offsets);
-  m.impl("max_pool2d_offsets", &max_pool2d_offsets);
-  m.impl("max_pool2d_offsets_to_indices", &max_pool2d_offsets_to_indices);
-  m.impl("max_pool2d_offsets_backward", &max_pool2d_offsets_backward);
+MONET_KERNELS(CPU, m) {
+  m.add<&max_pool2d_with_offsets>("max_pool2d_with_offsets");
+  m.add<&max_pool2d_offsets>("max_pool2d_offsets");
+  m.add<&max_pool2d_offsets_to_indices>("max_pool2d_offsets_to_indices");
+  m.add<&max_pool2d_offsets_backward>("max_pool2d_offsets_backward");
 }
 
 }  // namespace monet_like::max_pool

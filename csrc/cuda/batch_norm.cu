@@ -14,12 +14,6 @@
 //
 // Statistics that must have ATen's bits (`exact`) are ATen's own, in its two launches; the inverse root is part of the pass.
 
-#include <ATen/ops/batch_norm_update_stats.h>
-#include <ATen/ops/cat.h>
-#include <ATen/ops/native_batch_norm.h>
-#include <ATen/ops/zeros.h>
-#include <torch/library.h>
-
 #include <limits>
 #include <tuple>
 
@@ -39,8 +33,8 @@ struct Numbers {
   Floats floats;
   int64_t stride;
 
-  explicit Numbers(const at::Tensor& t) : floats(t), stride(t.defined() ? t.stride(0) : 0) {}
-  explicit Numbers(const std::optional<at::Tensor>& t) : Numbers(given(t) ? *t : at::Tensor()) {}
+  explicit Numbers(const Tensor& t) : floats(t), stride(t.defined() ? t.stride(0) : 0) {}
+  explicit Numbers(const MaybeTensor& t) : Numbers(given(t) ? *t : Tensor()) {}
 
   template <typename O>
   __device__ __forceinline__ O at(int64_t c, O otherwise = O(0)) const {
@@ -963,12 +957,12 @@ __global__ void __launch_bounds__(kColumnThreads) any_input_grad_columns_kernel(
 
 // ---- launches ----
 
-bool by_rows(const at::Tensor& dense, const NormShape& shape) {
+bool by_rows(const Tensor& dense, const NormShape& shape) {
   return norm_layout(dense) == NormLayout::ChannelsLast || shape.image == 1;
 }
 
 int narrow(int64_t n) {
-  TORCH_CHECK_VALUE(
+  MONET_CHECK(
       n <= kMost32, "monet_like: batch norm on a GPU takes images, rows and what is between them of up to ", kMost32,
       " elements, got ", n);
   return static_cast<int>(n);
@@ -986,13 +980,13 @@ struct Form {
   // Short images are columns if there are enough of them to pay for the constants that a thread loads.
   static constexpr int64_t kShort = 512, kMany = 8;
 
-  Form(const at::Tensor& x, const NormShape& shape, std::initializer_list<at::Tensor> others)
+  Form(const Tensor& x, const NormShape& shape, std::initializer_list<Tensor> others)
       : rows_first(by_rows(x, shape)), shape(shape) {
     const int64_t size = static_cast<int64_t>(x.element_size());
     vector = static_cast<int>(16 / size);
-    bool aligned = x.scalar_type() != at::kDouble, alike = aligned;
+    bool aligned = x.scalar_type() != kDouble, alike = aligned;
     const int64_t start = offset_of(x), pitch = pitch_of(x, rows_first) * size % 16;
-    const auto look = [&](const at::Tensor& t) {
+    const auto look = [&](const Tensor& t) {
       if (t.defined()) {
         const int64_t own = pitch_of(t, rows_first) * size % 16;
         aligned = aligned && offset_of(t) == 0 && own == 0;
@@ -1000,7 +994,7 @@ struct Form {
       }
     };
     look(x);
-    for (const at::Tensor& other : others) {
+    for (const Tensor& other : others) {
       look(other);
     }
     const int64_t inner = rows_first ? 1 : shape.image;
@@ -1011,7 +1005,7 @@ struct Form {
     in_columns ? see_columns(inner) : see_planes();
   }
 
-  static int64_t offset_of(const at::Tensor& t) {
+  static int64_t offset_of(const Tensor& t) {
     return static_cast<int64_t>(reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16);
   }
 
@@ -1075,38 +1069,38 @@ struct Form {
 };
 
 template <typename T>
-T* data_of(const at::Tensor& t) {
+T* data_of(const Tensor& t) {
   return t.defined() ? static_cast<T*>(const_cast<void*>(t.const_data_ptr())) : nullptr;
 }
 
 template <auto Kernel, typename... Arguments>
 void start(const Form& form, dim3 blocks, Arguments... arguments) {
-  Kernel<<<blocks, form.threads, 0, c10::cuda::getCurrentCUDAStream()>>>(arguments...);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  Kernel<<<blocks, form.threads, 0, current_stream()>>>(arguments...);
+  MONET_CUDA(cudaGetLastError());
 }
 
-at::TensorOptions options_of_sums(const at::Tensor& x) {  // and of statistics
-  return x.options().dtype(opmath_type(x)).memory_format(at::MemoryFormat::Contiguous);
+TensorOptions options_of_sums(const Tensor& x) {  // and of statistics
+  return x.options().dtype(opmath_type(x));
 }
 
 // Memory for the sums of `parts` blocks for each channel: two numbers for each part, and one for each channel.
 template <typename O>
-Sums<O> sums_of(const Form& form, dim3 blocks, const at::Tensor& x, at::Tensor& partial) {
+Sums<O> sums_of(const Form& form, dim3 blocks, const Tensor& x, Tensor& partial) {
   const int64_t parts = blocks.y;
-  partial = at::empty({2 * parts + 1, form.shape.channels}, options_of_sums(x));
+  partial = empty({2 * parts + 1, form.shape.channels}, options_of_sums(x));
   return {data_of<const O>(partial), static_cast<int>(parts), static_cast<int>(form.shape.channels)};
 }
 
 // Parameters and statistics of a batch norm, and the activation after it.
 struct Known {
-  std::optional<at::Tensor> weight, bias;
-  at::Tensor mean, invstd;
+  MaybeTensor weight, bias;
+  Tensor mean, invstd;
   Activation activation;
   double lo, hi;
 
   // The same for some of the channels.
   Known channels(int64_t first, int64_t count) const {
-    const auto some = [&](const std::optional<at::Tensor>& t) {
+    const auto some = [&](const MaybeTensor& t) {
       return given(t) ? std::make_optional(t->narrow(0, first, count)) : std::nullopt;
     };
     return {some(weight), some(bias), mean.narrow(0, first, count), invstd.narrow(0, first, count), activation, lo, hi};
@@ -1144,13 +1138,13 @@ void with_follow(const Form& form, const Known& known, BoundsOf what, const F& f
   f(FollowAny<O>{known.activation, lo, hi});
 }
 
-int pitch_in(const Form& form, const at::Tensor& t) {
+int pitch_in(const Form& form, const Tensor& t) {
   return t.defined() ? narrow(pitch_of(t, form.rows_first)) : 0;
 }
 
 template <typename O>
 Statistics<O> statistics_of(const Known& known) {
-  const at::Tensor none;
+  const Tensor none;
   return {Statistics<O>::Saved,  Numbers(known.weight), Numbers(known.bias), Numbers(known.mean),
           Numbers(known.invstd), {nullptr, 0, 0},       0,                   0,
           0,                     Numbers(none),         Numbers(none),       Numbers(none),
@@ -1159,8 +1153,8 @@ Statistics<O> statistics_of(const Known& known) {
 
 template <typename T>
 void normalise(
-    const Form& form, const at::Tensor& x, const Known& known, const Statistics<op_type<T>>& statistics,
-    const at::Tensor& residual, const at::Tensor& out) {
+    const Form& form, const Tensor& x, const Known& known, const Statistics<op_type<T>>& statistics,
+    const Tensor& residual, const Tensor& out) {
   const auto run = [&]<auto Kernel>(const auto& shape, const auto& follow) {
     start<Kernel>(
         form, form.blocks<Kernel>(), data_of<const T>(x), pitch_in(form, x), data_of<const T>(residual),
@@ -1171,7 +1165,7 @@ void normalise(
 
 // Sums of x - shift and of its square for each channel.
 template <typename T>
-Sums<op_type<T>> moments(const Form& form, const at::Tensor& x, at::Tensor& partial) {
+Sums<op_type<T>> moments(const Form& form, const Tensor& x, Tensor& partial) {
   using O = op_type<T>;
   Sums<O> sums{};
   const auto run = [&]<auto Kernel>(const auto& shape) {
@@ -1192,56 +1186,56 @@ Sums<op_type<T>> moments(const Form& form, const at::Tensor& x, at::Tensor& part
 }
 
 // The tensor to add, copied unless it is laid out as x or is channels of such a tensor; undefined if there is none.
-at::Tensor added(const std::optional<at::Tensor>& residual, const at::Tensor& x, const NormShape& shape) {
+Tensor added(const MaybeTensor& residual, const Tensor& x, const NormShape& shape) {
   if (!given(residual)) {
-    return at::Tensor();
+    return Tensor();
   }
   return pitch_of(*residual, by_rows(x, shape)) >= 0 ? *residual : residual->contiguous(norm_format(x));
 }
 
 // Normalises into `out`: laid out as x, or channels of a contiguous tensor if x is contiguous.
 void apply_to(
-    const at::Tensor& x, const NormShape& shape, const Known& known, const at::Tensor& residual, const at::Tensor& out) {
+    const Tensor& x, const NormShape& shape, const Known& known, const Tensor& residual, const Tensor& out) {
   if (x.numel() == 0) {
     return;
   }
   const Form form(x, shape, {residual, out});
-  MONET_DISPATCH_FLOATS(x.scalar_type(), "batch_norm_apply", [&] {
+  MONET_DISPATCH_FLOATS(x.scalar_type(), [&] {
     normalise<scalar_t>(form, x, known, statistics_of<op_type<scalar_t>>(known), residual, out);
   });
 }
 
-at::Tensor batch_norm_apply(
-    const at::Tensor& x, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
-    const at::Tensor& mean, const at::Tensor& invstd, const std::optional<at::Tensor>& residual,
-    c10::string_view activation, double lo, double hi) {
+Tensor batch_norm_apply(
+    const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias,
+    const Tensor& mean, const Tensor& invstd, const MaybeTensor& residual,
+    std::string_view activation, double lo, double hi) {
   const char* op = "batch_norm_apply";
   const NormShape shape = check_norm(op, x, weight, bias, &mean, &invstd);
   check_residual(op, x, residual);
   const Known known{weight, bias, mean, invstd, check_activation(op, activation), lo, hi};
-  const c10::cuda::CUDAGuard guard(x.device());
+  const DeviceGuard guard(x.device());
   const auto format = norm_format(x);
-  const at::Tensor in = x.contiguous(format), out = at::empty(x.sizes(), x.options().memory_format(format));
+  const Tensor in = x.contiguous(format), out = empty(x.sizes(), x.options().memory_format(format));
   apply_to(in, shape, known, added(residual, in, shape), out);
   return out;
 }
 
-at::Tensor batch_norm_apply_joined(
-    at::TensorList parts, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
-    const at::Tensor& mean, const at::Tensor& invstd, c10::string_view activation, double lo, double hi) {
+Tensor batch_norm_apply_joined(
+    TensorList parts, const MaybeTensor& weight, const MaybeTensor& bias,
+    const Tensor& mean, const Tensor& invstd, std::string_view activation, double lo, double hi) {
   const char* op = "batch_norm_apply_joined";
   if (!check_parts(op, parts)) {
-    return batch_norm_apply(at::cat(parts, 1), weight, bias, mean, invstd, std::nullopt, activation, lo, hi);
+    return batch_norm_apply(cat(parts, 1), weight, bias, mean, invstd, std::nullopt, activation, lo, hi);
   }
   const NormShape shape = check_norm_joined(op, parts, weight, bias, &mean, &invstd);
   const Known known{weight, bias, mean, invstd, check_activation(op, activation), lo, hi};
-  const c10::cuda::CUDAGuard guard(parts[0].device());
-  at::Tensor out = at::empty(joined_sizes(parts), parts[0].options().memory_format(at::MemoryFormat::Contiguous));
+  const DeviceGuard guard(parts[0].device());
+  Tensor out = empty(joined_sizes(parts), parts[0].options());
   int64_t first = 0;
-  for (const at::Tensor& part : parts) {
+  for (const Tensor& part : parts) {
     const int64_t count = part.size(1);
     apply_to(
-        part, {shape.batch, count, shape.image}, known.channels(first, count), at::Tensor(), out.narrow(1, first, count));
+        part, {shape.batch, count, shape.image}, known.channels(first, count), Tensor(), out.narrow(1, first, count));
     first += count;
   }
   return out;
@@ -1249,12 +1243,12 @@ at::Tensor batch_norm_apply_joined(
 
 // The running averages, and the parameters with which they and the statistics are computed.
 struct Training {
-  std::optional<at::Tensor> running_mean, running_var;
+  MaybeTensor running_mean, running_var;
   double momentum, eps;
   bool exact;
 
   Training channels(int64_t first, int64_t count) const {
-    const auto some = [&](const std::optional<at::Tensor>& t) {
+    const auto some = [&](const MaybeTensor& t) {
       return given(t) ? std::make_optional(t->narrow(0, first, count)) : std::nullopt;
     };
     return {some(running_mean), some(running_var), momentum, eps, exact};
@@ -1263,25 +1257,25 @@ struct Training {
 
 // Normalises into `out` and stores the statistics in the tensors of `known`.
 void train_to(
-    const at::Tensor& x, const NormShape& shape, const Known& known, const Training& training, const at::Tensor& residual,
-    const at::Tensor& out) {
+    const Tensor& x, const NormShape& shape, const Known& known, const Training& training, const Tensor& residual,
+    const Tensor& out) {
   const Form form(x, shape, {residual, out});
-  MONET_DISPATCH_FLOATS(x.scalar_type(), "batch_norm_train", [&] {
+  MONET_DISPATCH_FLOATS(x.scalar_type(), [&] {
     using O = op_type<scalar_t>;
     Statistics<O> statistics = statistics_of<O>(known);
     statistics.made_mean = Numbers(known.mean);
     statistics.made_invstd = Numbers(known.invstd);
     statistics.eps = static_cast<O>(training.eps);
-    at::Tensor mean, variance, partial;
+    Tensor mean, variance, partial;
     if (training.exact) {
       std::tie(mean, variance) =
-          at::batch_norm_update_stats(x, training.running_mean, training.running_var, training.momentum);
+          batch_norm_update_stats(x, training.running_mean, training.running_var, training.momentum);
       statistics.source = Statistics<O>::Variance;
       statistics.mean = Numbers(mean);
       statistics.spread = Numbers(variance);
     } else {
       statistics.source = Statistics<O>::Moments;
-      statistics.mean = statistics.spread = Numbers(at::Tensor());
+      statistics.mean = statistics.spread = Numbers(Tensor());
       statistics.moments = moments<scalar_t>(form, x, partial);
       statistics.count = static_cast<double>(shape.batch * shape.image);
       statistics.momentum = static_cast<O>(training.momentum);
@@ -1292,48 +1286,48 @@ void train_to(
   });
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_train(
-    const at::Tensor& x, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
-    const std::optional<at::Tensor>& running_mean, const std::optional<at::Tensor>& running_var, double momentum,
-    double eps, const std::optional<at::Tensor>& residual, c10::string_view activation, double lo, double hi,
+std::tuple<Tensor, Tensor, Tensor> batch_norm_train(
+    const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias,
+    const MaybeTensor& running_mean, const MaybeTensor& running_var, double momentum,
+    double eps, const MaybeTensor& residual, std::string_view activation, double lo, double hi,
     bool exact) {
   const char* op = "batch_norm_train";
   const NormShape shape = check_norm(op, x, weight, bias, nullptr, nullptr);
   check_residual(op, x, residual);
-  const c10::cuda::CUDAGuard guard(x.device());
+  const DeviceGuard guard(x.device());
   if (x.numel() == 0) {
-    return at::native_batch_norm(x, weight, bias, running_mean, running_var, true, momentum, eps);
+    return native_batch_norm(x, weight, bias, running_mean, running_var, momentum, eps);
   }
   const auto format = norm_format(x);
-  const at::Tensor in = x.contiguous(format), out = at::empty(x.sizes(), x.options().memory_format(format));
-  const at::Tensor mean = at::empty({shape.channels}, options_of_sums(x)), invstd = at::empty_like(mean);
+  const Tensor in = x.contiguous(format), out = empty(x.sizes(), x.options().memory_format(format));
+  const Tensor mean = empty({shape.channels}, options_of_sums(x)), invstd = empty_like(mean);
   const Known known{weight, bias, mean, invstd, check_activation(op, activation), lo, hi};
   train_to(in, shape, known, {running_mean, running_var, momentum, eps, exact}, added(residual, in, shape), out);
   return {out, mean, invstd};
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_train_joined(
-    at::TensorList parts, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
-    const std::optional<at::Tensor>& running_mean, const std::optional<at::Tensor>& running_var, double momentum,
-    double eps, c10::string_view activation, double lo, double hi, bool exact) {
+std::tuple<Tensor, Tensor, Tensor> batch_norm_train_joined(
+    TensorList parts, const MaybeTensor& weight, const MaybeTensor& bias,
+    const MaybeTensor& running_mean, const MaybeTensor& running_var, double momentum,
+    double eps, std::string_view activation, double lo, double hi, bool exact) {
   const char* op = "batch_norm_train_joined";
   if (!check_parts(op, parts)) {
     return batch_norm_train(
-        at::cat(parts, 1), weight, bias, running_mean, running_var, momentum, eps, std::nullopt, activation, lo, hi,
+        cat(parts, 1), weight, bias, running_mean, running_var, momentum, eps, std::nullopt, activation, lo, hi,
         exact);
   }
   const NormShape shape = check_norm_joined(op, parts, weight, bias, nullptr, nullptr);
-  const c10::cuda::CUDAGuard guard(parts[0].device());
-  at::Tensor out = at::empty(joined_sizes(parts), parts[0].options().memory_format(at::MemoryFormat::Contiguous));
-  const at::Tensor mean = at::empty({shape.channels}, options_of_sums(out)), invstd = at::empty_like(mean);
+  const DeviceGuard guard(parts[0].device());
+  Tensor out = empty(joined_sizes(parts), parts[0].options());
+  const Tensor mean = empty({shape.channels}, options_of_sums(out)), invstd = empty_like(mean);
   const Known known{weight, bias, mean, invstd, check_activation(op, activation), lo, hi};
   const Training training{running_mean, running_var, momentum, eps, exact};
   int64_t first = 0;
-  for (const at::Tensor& part : parts) {
+  for (const Tensor& part : parts) {
     const int64_t count = part.size(1);
     train_to(
         part, {shape.batch, count, shape.image}, known.channels(first, count), training.channels(first, count),
-        at::Tensor(), out.narrow(1, first, count));
+        Tensor(), out.narrow(1, first, count));
     first += count;
   }
   return {out, mean, invstd};
@@ -1342,19 +1336,19 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_train_joined(
 // Computes `grad_input`, `of_weight` and `of_bias`, those that are defined. Tensors are laid out as x, or are channels of
 // contiguous ones if x is contiguous.
 void backward_to(
-    const at::Tensor& grad, const at::Tensor& x, const NormShape& shape, const Known& known, const at::Tensor& grad_input,
-    const at::Tensor& residual, const at::Tensor& of_weight, const at::Tensor& of_bias) {
+    const Tensor& grad, const Tensor& x, const NormShape& shape, const Known& known, const Tensor& grad_input,
+    const Tensor& residual, const Tensor& of_weight, const Tensor& of_bias) {
   if (!grad_input.defined() && !of_weight.defined() && !of_bias.defined()) {
     return;
   }
   // The residual gradient does not change the sums.
   const Form form(x, shape, {grad});
   Form last(x, shape, {grad, grad_input, residual});
-  MONET_DISPATCH_FLOATS(x.scalar_type(), "batch_norm_activation_backward", [&] {
+  MONET_DISPATCH_FLOATS(x.scalar_type(), [&] {
     using T = scalar_t;
     using O = op_type<T>;
     const Statistics<O> statistics = statistics_of<O>(known);
-    at::Tensor partial;
+    Tensor partial;
     Gradients<O> gradients{{}, static_cast<double>(shape.batch * shape.image), Numbers(of_weight), Numbers(of_bias)};
     const auto add_up = [&]<auto Kernel>(const auto& seen, const auto& follow) {
       const dim3 blocks = form.blocks<Kernel>();
@@ -1378,42 +1372,42 @@ void backward_to(
 }
 
 // The requested gradients of weight and bias, in the type of the weight.
-std::array<at::Tensor, 2> parameter_gradients(
-    const NormShape& shape, const std::optional<at::Tensor>& weight, const at::Tensor& mean, std::array<bool, 3> mask) {
-  const at::TensorOptions options = given(weight) ? weight->options() : mean.options();
-  std::array<at::Tensor, 2> made;
+std::array<Tensor, 2> parameter_gradients(
+    const NormShape& shape, const MaybeTensor& weight, const Tensor& mean, std::array<bool, 3> mask) {
+  const TensorOptions options = given(weight) ? weight->options() : mean.options();
+  std::array<Tensor, 2> made;
   for (const int i : {0, 1}) {
     if (mask[i + 1]) {
-      made[i] = at::empty({shape.channels}, options.memory_format(at::MemoryFormat::Contiguous));
+      made[i] = empty({shape.channels}, options);
     }
   }
   return made;
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_activation_backward(
-    const at::Tensor& grad, const at::Tensor& x, const std::optional<at::Tensor>& weight,
-    const std::optional<at::Tensor>& bias, const at::Tensor& mean, const at::Tensor& invstd,
-    c10::string_view activation, double lo, double hi, std::array<bool, 3> mask,
-    const std::optional<at::Tensor>& residual) {
+std::tuple<Tensor, Tensor, Tensor> batch_norm_activation_backward(
+    const Tensor& grad, const Tensor& x, const MaybeTensor& weight,
+    const MaybeTensor& bias, const Tensor& mean, const Tensor& invstd,
+    std::string_view activation, double lo, double hi, std::array<bool, 3> mask,
+    const MaybeTensor& residual) {
   const char* op = "batch_norm_activation_backward";
   const NormShape shape = check_norm(op, x, weight, bias, &mean, &invstd);
   check_gradient(op, grad, x.sizes(), x.scalar_type());
   check_residual(op, x, residual);
   const Known known{weight, bias, mean, invstd, check_activation(op, activation), lo, hi};
-  const c10::cuda::CUDAGuard guard(x.device());
+  const DeviceGuard guard(x.device());
   const auto format = norm_format(x);
-  at::Tensor grad_input;
+  Tensor grad_input;
   if (mask[0]) {
-    grad_input = at::empty(x.sizes(), x.options().memory_format(format));
+    grad_input = empty(x.sizes(), x.options().memory_format(format));
   }
   const auto [of_weight, of_bias] = parameter_gradients(shape, weight, mean, mask);
   if (x.numel() > 0) {
-    const at::Tensor in = x.contiguous(format);
+    const Tensor in = x.contiguous(format);
     backward_to(
-        grad.contiguous(format), in, shape, known, grad_input, mask[0] ? added(residual, in, shape) : at::Tensor(),
+        grad.contiguous(format), in, shape, known, grad_input, mask[0] ? added(residual, in, shape) : Tensor(),
         of_weight, of_bias);
   } else {
-    for (const at::Tensor& t : {of_weight, of_bias}) {
+    for (const Tensor& t : {of_weight, of_bias}) {
       if (t.defined()) {
         t.zero_();
       }
@@ -1422,33 +1416,33 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_activation_backward(
   return {grad_input, of_weight, of_bias};
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_activation_backward_joined(
-    const at::Tensor& grad, at::TensorList parts, const std::optional<at::Tensor>& weight,
-    const std::optional<at::Tensor>& bias, const at::Tensor& mean, const at::Tensor& invstd,
-    c10::string_view activation, double lo, double hi, std::array<bool, 3> mask,
-    const std::optional<at::Tensor>& residual) {
+std::tuple<Tensor, Tensor, Tensor> batch_norm_activation_backward_joined(
+    const Tensor& grad, TensorList parts, const MaybeTensor& weight,
+    const MaybeTensor& bias, const Tensor& mean, const Tensor& invstd,
+    std::string_view activation, double lo, double hi, std::array<bool, 3> mask,
+    const MaybeTensor& residual) {
   const char* op = "batch_norm_activation_backward_joined";
   if (!check_parts(op, parts)) {
     return batch_norm_activation_backward(
-        grad, at::cat(parts, 1), weight, bias, mean, invstd, activation, lo, hi, mask, residual);
+        grad, cat(parts, 1), weight, bias, mean, invstd, activation, lo, hi, mask, residual);
   }
   const NormShape shape = check_norm_joined(op, parts, weight, bias, &mean, &invstd);
   const std::vector<int64_t> sizes = joined_sizes(parts);
   check_gradient(op, grad, sizes, parts[0].scalar_type());
   const Known known{weight, bias, mean, invstd, check_activation(op, activation), lo, hi};
-  const c10::cuda::CUDAGuard guard(parts[0].device());
-  const at::Tensor upstream = grad.contiguous();
-  at::Tensor grad_input, other;
+  const DeviceGuard guard(parts[0].device());
+  const Tensor upstream = grad.contiguous();
+  Tensor grad_input, other;
   if (mask[0]) {
-    grad_input = at::empty(sizes, parts[0].options().memory_format(at::MemoryFormat::Contiguous));
+    grad_input = empty(sizes, parts[0].options());
     check_residual(op, grad_input, residual);
     other = added(residual, grad_input, shape);
   }
   const auto [of_weight, of_bias] = parameter_gradients(shape, weight, mean, mask);
   int64_t first = 0;
-  for (const at::Tensor& part : parts) {
+  for (const Tensor& part : parts) {
     const int64_t count = part.size(1);
-    const auto channels = [&](const at::Tensor& t, int64_t dim) {
+    const auto channels = [&](const Tensor& t, int64_t dim) {
       return t.defined() ? t.narrow(dim, first, count) : t;
     };
     backward_to(
@@ -1461,13 +1455,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_activation_backward_jo
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(monet_like, CUDA, m) {
-  m.impl("batch_norm_apply", &batch_norm_apply);
-  m.impl("batch_norm_train", &batch_norm_train);
-  m.impl("batch_norm_activation_backward", &batch_norm_activation_backward);
-  m.impl("batch_norm_train_joined", &batch_norm_train_joined);
-  m.impl("batch_norm_apply_joined", &batch_norm_apply_joined);
-  m.impl("batch_norm_activation_backward_joined", &batch_norm_activation_backward_joined);
+MONET_KERNELS(CUDA, m) {
+  m.add<&batch_norm_apply>("batch_norm_apply");
+  m.add<&batch_norm_train>("batch_norm_train");
+  m.add<&batch_norm_activation_backward>("batch_norm_activation_backward");
+  m.add<&batch_norm_train_joined>("batch_norm_train_joined");
+  m.add<&batch_norm_apply_joined>("batch_norm_apply_joined");
+  m.add<&batch_norm_activation_backward_joined>("batch_norm_activation_backward_joined");
 }
 
 }  // namespace monet_like

@@ -1,11 +1,11 @@
 // Lossy caches on the GPU: a tensor's largest elements, or all of them in 8 bits.
 
-#include <torch/library.h>
-
 #include <numeric>
 
 #include "../caches.h"
 #include "common.cuh"
+
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cuda.h>
 
 namespace monet_like {
 namespace {
@@ -236,19 +236,19 @@ __global__ void __launch_bounds__(kSelectors) unpack_largest_kernel(
   }
 }
 
-at::Tensor pack_largest(const at::Tensor& x, int64_t keep) {
+Tensor pack_largest(const Tensor& x, int64_t keep) {
   check_floating(x, "pack_largest", "x");
-  const c10::cuda::CUDAGuard guard(x.device());
+  const DeviceGuard guard(x.device());
   const Largest layout = largest(x, keep, x.scalar_type(), "pack_largest");
-  const at::Tensor dense = aligned(in_packing_order(x));
-  at::Tensor out = empty_cache(layout.bytes(), x);
+  const Tensor dense = aligned(in_packing_order(x));
+  Tensor out = empty_cache(layout.bytes(), x);
   if (x.numel() > 0) {
     with_bits(layout.itemsize, [&](auto zero) {
       using U = decltype(zero);
       pack_largest_kernel<U>
-          <<<static_cast<unsigned int>(layout.blocks()), kSelectors, 0, c10::cuda::getCurrentCUDAStream()>>>(
+          <<<static_cast<unsigned int>(layout.blocks()), kSelectors, 0, current_stream()>>>(
               static_cast<const U*>(dense.const_data_ptr()), out.mutable_data_ptr<uint8_t>(), layout);
-      C10_CUDA_KERNEL_LAUNCH_CHECK();
+      MONET_CUDA(cudaGetLastError());
     });
   }
   return out;
@@ -256,20 +256,20 @@ at::Tensor pack_largest(const at::Tensor& x, int64_t keep) {
 
 // Blocks first to last, laid out from the start of `out` on.
 void unpack_blocks(
-    const at::Tensor& packed, const Largest& layout, int64_t first, int64_t last, const at::Tensor& out) {
+    const Tensor& packed, const Largest& layout, int64_t first, int64_t last, const Tensor& out) {
   with_bits(layout.itemsize, [&](auto zero) {
     using U = decltype(zero);
     unpack_largest_kernel<U>
-        <<<static_cast<unsigned int>(last - first), kSelectors, 0, c10::cuda::getCurrentCUDAStream()>>>(
+        <<<static_cast<unsigned int>(last - first), kSelectors, 0, current_stream()>>>(
             packed.const_data_ptr<uint8_t>(), static_cast<U*>(out.mutable_data_ptr()), layout, first);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    MONET_CUDA(cudaGetLastError());
   });
 }
 
-at::Tensor unpack_largest(
-    const at::Tensor& packed, int64_t keep, at::IntArrayRef size, at::ScalarType dtype, at::IntArrayRef stride) {
-  const c10::cuda::CUDAGuard guard(packed.device());
-  at::Tensor out = empty_in_packing_order(size, stride, packed.options().dtype(dtype), "unpack_largest");
+Tensor unpack_largest(
+    const Tensor& packed, int64_t keep, IntArrayRef size, ScalarType dtype, IntArrayRef stride) {
+  const DeviceGuard guard(packed.device());
+  Tensor out = empty_in_packing_order(size, stride, packed.options().dtype(dtype), "unpack_largest");
   check_floating(out, "unpack_largest", "the result");
   const Largest layout = largest(out, keep, dtype, "unpack_largest");
   check_cache(packed, layout.bytes(), layout.itemsize, "unpack_largest");
@@ -284,24 +284,26 @@ constexpr int64_t kChunk = int64_t(1) << 22;
 
 // A GPU multiplies dense matrices faster than it gathers: x is made dense and multiplied some rows at a time. Where a
 // row and a block of elements end together only after many rows, all are done at once.
-at::Tensor mm_largest(
-    const at::Tensor& grad, const at::Tensor& packed, int64_t keep, int64_t columns, bool transposed) {
+Tensor mm_largest(
+    const Tensor& grad, const Tensor& packed, int64_t keep, int64_t columns, bool transposed) {
   const Largest layout = check_mm_largest(grad, packed, keep, columns);
-  const c10::cuda::CUDAGuard guard(grad.device());
+  const DeviceGuard guard(grad.device());
   const int64_t outs = grad.size(1);
-  at::Tensor out = at::empty({transposed ? columns : outs, transposed ? outs : columns}, grad.options()).zero_();
+  Tensor out = empty({transposed ? columns : outs, transposed ? outs : columns}, grad.options()).zero_();
   if (layout.numel == 0 || outs == 0) {
     return out;
   }
   const int64_t together = std::lcm(columns, Largest::kBlock);
   const int64_t chunk = std::max<int64_t>(1, kChunk / together) * together;
-  const at::Tensor dense = at::empty({std::min(chunk, layout.numel)}, grad.options());
+  const Tensor dense = empty({std::min(chunk, layout.numel)}, grad.options());
   for (int64_t first = 0; first < layout.numel; first += chunk) {
     const int64_t last = std::min(first + chunk, layout.numel);
     unpack_blocks(packed, layout, first / Largest::kBlock, (last + Largest::kBlock - 1) / Largest::kBlock, dense);
-    const at::Tensor x = dense.narrow(0, 0, last - first).view({-1, columns});
-    const at::Tensor part = grad.narrow(0, first / columns, (last - first) / columns);
-    transposed ? out.addmm_(x.t(), part) : out.addmm_(part.t(), x);
+    const Tensor x = dense.view(std::array{(last - first) / columns, columns});
+    const Tensor part = grad.narrow(0, first / columns, (last - first) / columns);
+    MONET_TORCH(
+        aoti_torch_cuda_addmm_out, out.get(), out.get(), (transposed ? x : part).t().get(),
+        (transposed ? part : x).get(), 1.0, 1.0);
   }
   return out;
 }
@@ -468,40 +470,40 @@ __global__ void from_int8_kernel(
   }
 }
 
-at::Tensor pack_int8(const at::Tensor& x) {
+Tensor pack_int8(const Tensor& x) {
   check_floating(x, "pack_int8", "x");
-  const c10::cuda::CUDAGuard guard(x.device());
-  const at::Tensor in = aligned(in_packing_order(x));
-  at::Tensor out = empty_cache(int8_bytes(x.numel()), x);
+  const DeviceGuard guard(x.device());
+  const Tensor in = aligned(in_packing_order(x));
+  Tensor out = empty_cache(int8_bytes(x.numel()), x);
   float* scales = reinterpret_cast<float*>(out.mutable_data_ptr<uint8_t>());
   int8_t* bytes = reinterpret_cast<int8_t*>(scales + scale_count(x.numel()));
-  MONET_DISPATCH_FLOATS(x.scalar_type(), "pack_int8", [&] {
+  MONET_DISPATCH_FLOATS(x.scalar_type(), [&] {
     for_parts(x.numel(), [&](int64_t first, int count) {
       to_int8_kernel<scalar_t>
           <<<grid_of_vectors(count / (kScaled / 32)), kThreads, 0,
-             c10::cuda::getCurrentCUDAStream()>>>(
+             current_stream()>>>(
               in.const_data_ptr<scalar_t>() + first, scales + first / kScaled, bytes + first, count);
-      C10_CUDA_KERNEL_LAUNCH_CHECK();
+      MONET_CUDA(cudaGetLastError());
     });
   });
   return out;
 }
 
-at::Tensor unpack_int8(
-    const at::Tensor& packed, at::IntArrayRef size, at::ScalarType dtype, at::IntArrayRef stride) {
-  const c10::cuda::CUDAGuard guard(packed.device());
-  at::Tensor out = empty_in_packing_order(size, stride, packed.options().dtype(dtype), "unpack_int8");
+Tensor unpack_int8(
+    const Tensor& packed, IntArrayRef size, ScalarType dtype, IntArrayRef stride) {
+  const DeviceGuard guard(packed.device());
+  Tensor out = empty_in_packing_order(size, stride, packed.options().dtype(dtype), "unpack_int8");
   check_floating(out, "unpack_int8", "the result");
   check_cache(packed, int8_bytes(out.numel()), sizeof(float), "unpack_int8");
   const float* scales = reinterpret_cast<const float*>(packed.const_data_ptr<uint8_t>());
   const int8_t* bytes = reinterpret_cast<const int8_t*>(scales + scale_count(out.numel()));
-  MONET_DISPATCH_FLOATS(dtype, "unpack_int8", [&] {
+  MONET_DISPATCH_FLOATS(dtype, [&] {
     for_parts(out.numel(), [&](int64_t first, int count) {
       from_int8_kernel<scalar_t>
           <<<grid_of_vectors(count / kVector<scalar_t>), kThreads, 0,
-             c10::cuda::getCurrentCUDAStream()>>>(
+             current_stream()>>>(
               scales + first / kScaled, bytes + first, out.mutable_data_ptr<scalar_t>() + first, count);
-      C10_CUDA_KERNEL_LAUNCH_CHECK();
+      MONET_CUDA(cudaGetLastError());
     });
   });
   return out;
@@ -509,12 +511,12 @@ at::Tensor unpack_int8(
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(monet_like, CUDA, m) {
-  m.impl("pack_largest", &pack_largest);
-  m.impl("unpack_largest", &unpack_largest);
-  m.impl("mm_largest", &mm_largest);
-  m.impl("pack_int8", &pack_int8);
-  m.impl("unpack_int8", &unpack_int8);
+MONET_KERNELS(CUDA, m) {
+  m.add<&pack_largest>("pack_largest");
+  m.add<&unpack_largest>("unpack_largest");
+  m.add<&mm_largest>("mm_largest");
+  m.add<&pack_int8>("pack_int8");
+  m.add<&unpack_int8>("unpack_int8");
 }
 
 }  // namespace monet_like

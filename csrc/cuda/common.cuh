@@ -2,12 +2,10 @@
 
 #pragma once
 
-#include <ATen/Dispatch.h>
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
+#include <cuda_runtime.h>
+
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
 
 #include <algorithm>
 #include <array>
@@ -29,28 +27,73 @@ constexpr int kThreads = 256;
 // thread, half of the resident threads hide the latency of an H100's memory.
 constexpr int kUnroll = 4;
 
-#define MONET_DISPATCH_FLOATS(type, name, ...) \
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, type, name, __VA_ARGS__)
+// The result of a function without arguments, in which scalar_t is the C++ type of a floating dtype.
+#define MONET_DISPATCH_FLOATS(type, ...) \
+  [&] {                                  \
+    switch (type) {                      \
+      case kFloat: {                     \
+        using scalar_t = float;          \
+        return __VA_ARGS__();            \
+      }                                  \
+      case kDouble: {                    \
+        using scalar_t = double;         \
+        return __VA_ARGS__();            \
+      }                                  \
+      case kHalf: {                      \
+        using scalar_t = c10::Half;      \
+        return __VA_ARGS__();            \
+      }                                  \
+      default: {                         \
+        using scalar_t = c10::BFloat16;  \
+        return __VA_ARGS__();            \
+      }                                  \
+    }                                    \
+  }()
+
+// ---- the device ----
+
+inline void check_cuda(cudaError_t status, const char* what) {
+  MONET_CHECK(status == cudaSuccess, "CUDA error: ", cudaGetErrorString(status), ", from ", what);
+}
+#define MONET_CUDA(call) ::monet_like::check_cuda(call, #call)
+
+// Makes a tensor's GPU the current one.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(Device device) { MONET_TORCH(aoti_torch_create_cuda_guard, device.index, &guard_); }
+  DeviceGuard(const DeviceGuard&) = delete;
+  ~DeviceGuard() { aoti_torch_delete_cuda_guard(guard_); }
+
+ private:
+  CUDAGuardHandle guard_ = nullptr;
+};
+
+// PyTorch's stream on the current GPU.
+inline cudaStream_t current_stream() {
+  void* stream = nullptr;
+  MONET_TORCH(aoti_torch_get_current_cuda_stream, -1, &stream);
+  return static_cast<cudaStream_t>(stream);
+}
 
 // ---- dtypes known at run time ----
 
 // A tensor of any floating dtype; null if there is none.
 struct Floats {
   void* data;
-  at::ScalarType type;
+  ScalarType type;
 
-  explicit Floats(const at::Tensor& t)
+  explicit Floats(const Tensor& t)
       : data(t.defined() ? const_cast<void*>(t.const_data_ptr()) : nullptr),
-        type(t.defined() ? t.scalar_type() : at::kFloat) {}
+        type(t.defined() ? t.scalar_type() : kFloat) {}
 
   template <typename O>
   __device__ __forceinline__ O at(int64_t i) const {
     switch (type) {
-      case at::kFloat:
+      case kFloat:
         return static_cast<O>(static_cast<const float*>(data)[i]);
-      case at::kDouble:
+      case kDouble:
         return static_cast<O>(static_cast<const double*>(data)[i]);
-      case at::kHalf:
+      case kHalf:
         return static_cast<O>(static_cast<float>(static_cast<const c10::Half*>(data)[i]));
       default:
         return static_cast<O>(static_cast<float>(static_cast<const c10::BFloat16*>(data)[i]));
@@ -60,13 +103,13 @@ struct Floats {
   template <typename O>
   __device__ __forceinline__ void put(int64_t i, O value) const {
     switch (type) {
-      case at::kFloat:
+      case kFloat:
         static_cast<float*>(data)[i] = static_cast<float>(value);
         return;
-      case at::kDouble:
+      case kDouble:
         static_cast<double*>(data)[i] = static_cast<double>(value);
         return;
-      case at::kHalf:
+      case kHalf:
         static_cast<c10::Half*>(data)[i] = static_cast<float>(value);
         return;
       default:
@@ -78,16 +121,15 @@ struct Floats {
   template <typename O>
   __device__ __forceinline__ O rounded(O value) const {
     switch (type) {
-      case at::kHalf:
+      case kHalf:
         return static_cast<O>(static_cast<float>(static_cast<c10::Half>(static_cast<float>(value))));
-      case at::kBFloat16:
+      case kBFloat16:
         return static_cast<O>(static_cast<float>(static_cast<c10::BFloat16>(static_cast<float>(value))));
       default:
         return value;
     }
   }
 };
-
 
 // ---- vectors ----
 
@@ -236,10 +278,10 @@ MONET_HD int before_aligned(const T* p) {
 
 // A tensor whose data can be read 16 bytes at a time: `t`, or a copy if it is a view that starts anywhere else. The
 // allocator's own tensors never need one.
-inline at::Tensor aligned(const at::Tensor& t) {
+inline Tensor aligned(const Tensor& t) {
   return !t.defined() || t.numel() == 0 || is_aligned(static_cast<const char*>(t.const_data_ptr()))
       ? t
-      : at::empty_like(t).copy_(t);
+      : empty_like(t).copy_(t);
 }
 
 // ---- the loop ----
@@ -333,12 +375,12 @@ int64_t resident_blocks(int threads) {
   constexpr size_t kDevices = 64, kWarps = 33;
   static std::array<std::atomic<int>, kDevices * kWarps> known{};
   int device = 0;
-  C10_CUDA_CHECK(cudaGetDevice(&device));
+  MONET_CUDA(cudaGetDevice(&device));
   std::atomic<int>& blocks = known[(static_cast<size_t>(device) % kDevices) * kWarps + threads / 32];
   if (blocks == 0) {
     int processors = 0, each = 0;
-    C10_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-    C10_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, Kernel, threads, 0));
+    MONET_CUDA(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+    MONET_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, Kernel, threads, 0));
     blocks = std::max(1, processors * each);
   }
   return blocks;

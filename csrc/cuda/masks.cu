@@ -1,7 +1,5 @@
 // One-bit masks on the GPU: ReLU and hardtanh gradients, dropout masks.
 
-#include <torch/library.h>
-
 #include "common.cuh"
 
 namespace monet_like {
@@ -23,13 +21,13 @@ struct InRange {
 };
 
 // Elements whose bits make one byte: a thread has kUnroll times as many at a time, 32.
-constexpr int kByte = 8;
+constexpr int kPerByte = 8;
 
 template <typename T, typename P>
 __device__ __forceinline__ uint8_t pack_byte(const T* values, int count, const P& passes) {
   unsigned int bits = 0;
 #pragma unroll
-  for (int j = 0; j < kByte; ++j) {
+  for (int j = 0; j < kPerByte; ++j) {
     bits |= j < count && passes(values[j]) ? 1u << j : 0u;
   }
   return static_cast<uint8_t>(bits);
@@ -38,12 +36,12 @@ __device__ __forceinline__ uint8_t pack_byte(const T* values, int count, const P
 // The output ends at the last byte in use.
 template <typename T, typename P>
 __global__ void pack_kernel(const T* __restrict__ x, uint8_t* __restrict__ out, int count, P passes) {
-  const int bytes = count / kByte;
+  const int bytes = count / kPerByte;
   take_of_grid(
-      bytes, [&](int v) { return load<kByte>(x + v * kByte); },
-      [&](int v, const Vector<T, kByte>& values) { out[v] = pack_byte(values.at, kByte, passes); });
-  if (grid_thread() == 0 && bytes * kByte < count) {
-    out[bytes] = pack_byte(x + bytes * kByte, count - bytes * kByte, passes);
+      bytes, [&](int v) { return load<kPerByte>(x + v * kPerByte); },
+      [&](int v, const Vector<T, kPerByte>& values) { out[v] = pack_byte(values.at, kPerByte, passes); });
+  if (grid_thread() == 0 && bytes * kPerByte < count) {
+    out[bytes] = pack_byte(x + bytes * kPerByte, count - bytes * kPerByte, passes);
   }
 }
 
@@ -72,9 +70,9 @@ __global__ void pack_bool_kernel(const uint8_t* __restrict__ mask, uint8_t* __re
             nonzero_bytes(words.at[2]) << 8 | nonzero_bytes(words.at[3]) << 12;
         reinterpret_cast<uint16_t*>(out)[v] = static_cast<uint16_t>(bits);
       });
-  const int first = vectors * kBytes + grid_thread() * kByte;
-  if (first < count && grid_thread() < kBytes / kByte) {
-    out[first / kByte] = pack_byte(mask + first, count - first, [](uint8_t x) { return x != 0; });
+  const int first = vectors * kBytes + grid_thread() * kPerByte;
+  if (first < count && grid_thread() < kBytes / kPerByte) {
+    out[first / kPerByte] = pack_byte(mask + first, count - first, [](uint8_t x) { return x != 0; });
   }
 }
 
@@ -90,7 +88,7 @@ __global__ void unpack_kernel(const uint8_t* __restrict__ mask, uint8_t* __restr
       });
   const int i = vectors * kBytes + grid_thread();
   if (i < count) {
-    out[i] = (mask[i / kByte] >> (i % kByte)) & 1;
+    out[i] = (mask[i / kPerByte] >> (i % kPerByte)) & 1;
   }
 }
 
@@ -103,7 +101,7 @@ __global__ void unpack_kernel(const uint8_t* __restrict__ mask, uint8_t* __restr
 template <typename T, typename F>
 __device__ __forceinline__ void change_by_bit(const T* in, const uint8_t* __restrict__ mask, T* out, int count, F change) {
   constexpr int N = kVector<T>;
-  constexpr unsigned int kSharing = kByte / N;
+  constexpr unsigned int kSharing = kPerByte / N;
   struct Masked {
     Words values;
     unsigned int byte;
@@ -123,7 +121,7 @@ __device__ __forceinline__ void change_by_bit(const T* in, const uint8_t* __rest
       });
   const int i = vectors * N + grid_thread();
   if (i < count) {
-    out[i] = change(in[i], (mask[i / kByte] >> (i % kByte) & 1) != 0);
+    out[i] = change(in[i], (mask[i / kPerByte] >> (i % kPerByte) & 1) != 0);
   }
 }
 
@@ -192,68 +190,67 @@ __global__ void split_nibbles_kernel(const uint8_t* __restrict__ in, uint8_t* __
 
 // ---- launches ----
 
-at::Tensor empty_mask(const at::Tensor& x) {
-  return at::empty({packed_bytes(x.numel())}, x.options().dtype(at::kByte).memory_format(at::MemoryFormat::Contiguous));
+Tensor empty_mask(const Tensor& x) {
+  return empty({packed_bytes(x.numel())}, x.options().dtype(kByte));
 }
 
 template <typename T, typename P>
-at::Tensor pack_with(const at::Tensor& x, P passes) {
-  const at::Tensor in = aligned(in_packing_order(x));
-  at::Tensor out = empty_mask(x);
+Tensor pack_with(const Tensor& x, P passes) {
+  const Tensor in = aligned(in_packing_order(x));
+  Tensor out = empty_mask(x);
   for_parts(x.numel(), [&](int64_t first, int count) {
     pack_kernel<T, P>
-        <<<grid_of_vectors(count / kByte), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-            in.const_data_ptr<T>() + first, out.mutable_data_ptr<uint8_t>() + first / kByte, count, passes);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+        <<<grid_of_vectors(count / kPerByte), kThreads, 0, current_stream()>>>(
+            in.const_data_ptr<T>() + first, out.mutable_data_ptr<uint8_t>() + first / kPerByte, count, passes);
+    MONET_CUDA(cudaGetLastError());
   });
   return out;
 }
 
-at::Tensor pack_sign(const at::Tensor& x) {
+Tensor pack_sign(const Tensor& x) {
   check_floating(x, "pack_sign", "x");
-  const c10::cuda::CUDAGuard guard(x.device());
-  return MONET_DISPATCH_FLOATS(
-      x.scalar_type(), "pack_sign", [&] { return pack_with<scalar_t>(x, Positive<scalar_t>{}); });
+  const DeviceGuard guard(x.device());
+  return MONET_DISPATCH_FLOATS(x.scalar_type(), [&] { return pack_with<scalar_t>(x, Positive<scalar_t>{}); });
 }
 
-at::Tensor pack_range(const at::Tensor& x, double lo, double hi) {
+Tensor pack_range(const Tensor& x, double lo, double hi) {
   check_floating(x, "pack_range", "x");
-  const c10::cuda::CUDAGuard guard(x.device());
-  return MONET_DISPATCH_FLOATS(x.scalar_type(), "pack_range", [&] {
+  const DeviceGuard guard(x.device());
+  return MONET_DISPATCH_FLOATS(x.scalar_type(), [&] {
     using O = op_type<scalar_t>;
     return pack_with<scalar_t>(x, InRange<scalar_t>{static_cast<O>(lo), static_cast<O>(hi)});
   });
 }
 
-at::Tensor pack_bool(const at::Tensor& mask) {
-  TORCH_CHECK_TYPE(
-      mask.scalar_type() == at::kBool, "monet_like::pack_bool: mask must be bool, got ", mask.scalar_type());
-  const c10::cuda::CUDAGuard guard(mask.device());
-  const at::Tensor in = aligned(in_packing_order(mask));
-  at::Tensor out = empty_mask(mask);
+Tensor pack_bool(const Tensor& mask) {
+  MONET_CHECK(
+      mask.scalar_type() == kBool, "monet_like::pack_bool: mask must be bool, got ", mask.scalar_type());
+  const DeviceGuard guard(mask.device());
+  const Tensor in = aligned(in_packing_order(mask));
+  Tensor out = empty_mask(mask);
   for_parts(mask.numel(), [&](int64_t first, int count) {
     pack_bool_kernel<<<
-        grid_of_vectors(count / kBytes), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-        static_cast<const uint8_t*>(in.const_data_ptr()) + first, out.mutable_data_ptr<uint8_t>() + first / kByte, count);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+        grid_of_vectors(count / kBytes), kThreads, 0, current_stream()>>>(
+        static_cast<const uint8_t*>(in.const_data_ptr()) + first, out.mutable_data_ptr<uint8_t>() + first / kPerByte, count);
+    MONET_CUDA(cudaGetLastError());
   });
   return out;
 }
 
 template <typename U>
-void keep_where_typed(const at::Tensor& in, const at::Tensor& mask, const at::Tensor& out) {
+void keep_where_typed(const Tensor& in, const Tensor& mask, const Tensor& out) {
   for_parts(in.numel(), [&](int64_t first, int count) {
     keep_where_kernel<U>
         <<<grid_of_vectors(count / kVector<U>), kThreads, 0,
-           c10::cuda::getCurrentCUDAStream()>>>(
-            static_cast<const U*>(in.const_data_ptr()) + first, mask.const_data_ptr<uint8_t>() + first / kByte,
+           current_stream()>>>(
+            static_cast<const U*>(in.const_data_ptr()) + first, mask.const_data_ptr<uint8_t>() + first / kPerByte,
             static_cast<U*>(out.mutable_data_ptr()) + first, count);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    MONET_CUDA(cudaGetLastError());
   });
 }
 
 // Keeps or clears whole bit patterns, so a kept gradient is unchanged whatever it holds.
-void keep_where_dense(const at::Tensor& in, const at::Tensor& mask, const at::Tensor& out) {
+void keep_where_dense(const Tensor& in, const Tensor& mask, const Tensor& out) {
   switch (in.element_size()) {
     case 2:
       return keep_where_typed<uint16_t>(in, mask, out);
@@ -265,25 +262,25 @@ void keep_where_dense(const at::Tensor& in, const at::Tensor& mask, const at::Te
 }
 
 // The tensor that receives the result for `in`. If `in` is a copy of x in another layout, it is overwritten.
-at::Tensor output_for(const at::Tensor& in, const at::Tensor& x) {
-  return in.is_same(x) ? at::empty_strided(in.sizes(), in.strides(), in.options()) : in;
+Tensor output_for(const Tensor& in, const Tensor& x) {
+  return in.is_same(x) ? empty_strided(in.sizes(), in.strides(), in.options()) : in;
 }
 
-at::Tensor keep_where(const at::Tensor& x, const at::Tensor& mask, at::IntArrayRef stride) {
+Tensor keep_where(const Tensor& x, const Tensor& mask, IntArrayRef stride) {
   check_floating(x, "keep_where", "x");
   check_packed(mask, x.numel(), x, "keep_where");
-  const c10::cuda::CUDAGuard guard(x.device());
-  const at::Tensor in = aligned(to_packing_order(x, stride, "keep_where"));
-  const at::Tensor out = output_for(in, x);
+  const DeviceGuard guard(x.device());
+  const Tensor in = aligned(to_packing_order(x, stride, "keep_where"));
+  const Tensor out = output_for(in, x);
   keep_where_dense(in, mask, out);
   return out;
 }
 
-at::Tensor& keep_where_(at::Tensor& x, const at::Tensor& mask, at::IntArrayRef stride) {
+Tensor& keep_where_(Tensor& x, const Tensor& mask, IntArrayRef stride) {
   check_floating(x, "keep_where_", "x");
   check_packed(mask, x.numel(), x, "keep_where_");
-  const c10::cuda::CUDAGuard guard(x.device());
-  const at::Tensor in = aligned(to_packing_order(x, stride, "keep_where_"));
+  const DeviceGuard guard(x.device());
+  const Tensor in = aligned(to_packing_order(x, stride, "keep_where_"));
   keep_where_dense(in, mask, in);
   if (!in.is_same(x)) {
     x.copy_(in);
@@ -291,81 +288,81 @@ at::Tensor& keep_where_(at::Tensor& x, const at::Tensor& mask, at::IntArrayRef s
   return x;
 }
 
-at::Tensor unpack_bool(const at::Tensor& packed, at::IntArrayRef size, at::IntArrayRef stride) {
-  const c10::cuda::CUDAGuard guard(packed.device());
-  at::Tensor out = empty_in_packing_order(size, stride, packed.options().dtype(at::kBool), "unpack_bool");
+Tensor unpack_bool(const Tensor& packed, IntArrayRef size, IntArrayRef stride) {
+  const DeviceGuard guard(packed.device());
+  Tensor out = empty_in_packing_order(size, stride, packed.options().dtype(kBool), "unpack_bool");
   check_packed(packed, out.numel(), out, "unpack_bool");
-  const at::Tensor mask = aligned(packed);
+  const Tensor mask = aligned(packed);
   for_parts(out.numel(), [&](int64_t first, int count) {
     unpack_kernel<<<
-        grid_of_vectors(count / kBytes), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-        mask.const_data_ptr<uint8_t>() + first / kByte, static_cast<uint8_t*>(out.mutable_data_ptr()) + first, count);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+        grid_of_vectors(count / kBytes), kThreads, 0, current_stream()>>>(
+        mask.const_data_ptr<uint8_t>() + first / kPerByte, static_cast<uint8_t*>(out.mutable_data_ptr()) + first, count);
+    MONET_CUDA(cudaGetLastError());
   });
   return out;
 }
 
-at::Tensor masked_scale(
-    const at::Tensor& x, const at::Tensor& packed, double scale, at::IntArrayRef stride, double otherwise) {
+Tensor masked_scale(
+    const Tensor& x, const Tensor& packed, double scale, IntArrayRef stride, double otherwise) {
   check_floating(x, "masked_scale", "x");
   check_packed(packed, x.numel(), x, "masked_scale");
-  const c10::cuda::CUDAGuard guard(x.device());
-  const at::Tensor in = aligned(to_packing_order(x, stride, "masked_scale"));
-  const at::Tensor out = output_for(in, x);
-  MONET_DISPATCH_FLOATS(x.scalar_type(), "masked_scale", [&] {
+  const DeviceGuard guard(x.device());
+  const Tensor in = aligned(to_packing_order(x, stride, "masked_scale"));
+  const Tensor out = output_for(in, x);
+  MONET_DISPATCH_FLOATS(x.scalar_type(), [&] {
     using O = op_type<scalar_t>;
     for_parts(x.numel(), [&](int64_t first, int count) {
       scale_where_kernel<scalar_t>
           <<<grid_of_vectors(count / kVector<scalar_t>), kThreads, 0,
-             c10::cuda::getCurrentCUDAStream()>>>(
-              in.const_data_ptr<scalar_t>() + first, packed.const_data_ptr<uint8_t>() + first / kByte,
+             current_stream()>>>(
+              in.const_data_ptr<scalar_t>() + first, packed.const_data_ptr<uint8_t>() + first / kPerByte,
               out.mutable_data_ptr<scalar_t>() + first, count, static_cast<O>(scale), static_cast<O>(otherwise));
-      C10_CUDA_KERNEL_LAUNCH_CHECK();
+      MONET_CUDA(cudaGetLastError());
     });
   });
   return out;
 }
 
-at::Tensor pack_nibbles(const at::Tensor& x) {
+Tensor pack_nibbles(const Tensor& x) {
   check_bytes(x, "pack_nibbles");
-  const c10::cuda::CUDAGuard guard(x.device());
-  const at::Tensor in = aligned(in_packing_order(x));
-  at::Tensor out = at::empty({(x.numel() + 1) / 2}, x.options().memory_format(at::MemoryFormat::Contiguous));
+  const DeviceGuard guard(x.device());
+  const Tensor in = aligned(in_packing_order(x));
+  Tensor out = empty({(x.numel() + 1) / 2}, x.options());
   for_parts(x.numel(), [&](int64_t first, int count) {
     join_nibbles_kernel<<<
-        grid_of_vectors(count / kBytes), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+        grid_of_vectors(count / kBytes), kThreads, 0, current_stream()>>>(
         in.const_data_ptr<uint8_t>() + first, out.mutable_data_ptr<uint8_t>() + first / 2, count);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    MONET_CUDA(cudaGetLastError());
   });
   return out;
 }
 
-at::Tensor unpack_nibbles(const at::Tensor& packed, at::IntArrayRef size, at::IntArrayRef stride) {
-  const c10::cuda::CUDAGuard guard(packed.device());
-  at::Tensor out = empty_in_packing_order(size, stride, packed.options(), "unpack_nibbles");
+Tensor unpack_nibbles(const Tensor& packed, IntArrayRef size, IntArrayRef stride) {
+  const DeviceGuard guard(packed.device());
+  Tensor out = empty_in_packing_order(size, stride, packed.options(), "unpack_nibbles");
   check_nibbles(packed, out.numel());
-  const at::Tensor in = aligned(packed);
+  const Tensor in = aligned(packed);
   for_parts(out.numel(), [&](int64_t first, int count) {
     split_nibbles_kernel<<<
-        grid_of_vectors(count / kBytes), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+        grid_of_vectors(count / kBytes), kThreads, 0, current_stream()>>>(
         in.const_data_ptr<uint8_t>() + first / 2, out.mutable_data_ptr<uint8_t>() + first, count);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    MONET_CUDA(cudaGetLastError());
   });
   return out;
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(monet_like, CUDA, m) {
-  m.impl("pack_sign", &pack_sign);
-  m.impl("pack_range", &pack_range);
-  m.impl("pack_bool", &pack_bool);
-  m.impl("keep_where", &keep_where);
-  m.impl("keep_where_", &keep_where_);
-  m.impl("unpack_bool", &unpack_bool);
-  m.impl("masked_scale", &masked_scale);
-  m.impl("pack_nibbles", &pack_nibbles);
-  m.impl("unpack_nibbles", &unpack_nibbles);
+MONET_KERNELS(CUDA, m) {
+  m.add<&pack_sign>("pack_sign");
+  m.add<&pack_range>("pack_range");
+  m.add<&pack_bool>("pack_bool");
+  m.add<&keep_where>("keep_where");
+  m.add<&keep_where_>("keep_where_");
+  m.add<&unpack_bool>("unpack_bool");
+  m.add<&masked_scale>("masked_scale");
+  m.add<&pack_nibbles>("pack_nibbles");
+  m.add<&unpack_nibbles>("unpack_nibbles");
 }
 
 }  // namespace monet_like

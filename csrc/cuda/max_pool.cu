@@ -4,8 +4,6 @@
 // Windows of 3 x 3 and 2 x 2 that move by two, those of nearly every network, have kernels of their own, in which a thread
 // loads all that it needs before it uses the first element. All others take the general ones.
 
-#include <torch/library.h>
-
 #include <limits>
 #include <tuple>
 
@@ -34,7 +32,7 @@ struct Geometry {
   MONET_HD int out_area() const { return out_h * out_w; }
 
   static int narrow(int64_t n) {
-    TORCH_CHECK_VALUE(
+    MONET_CHECK(
         n >= 0 && n < (int64_t(1) << 30), "monet_like: max pooling on a GPU takes extents below 2^30, got ", n);
     return static_cast<int>(n);
   }
@@ -563,7 +561,7 @@ __global__ void __launch_bounds__(kThreads, 3) pool_pixels_backward_kernel(
 template <typename F>
 void for_units(const Geometry& g, int64_t units, const F& f) {
   const int64_t each = std::max<int64_t>(int64_t(g.in_h) * g.in_w, int64_t(g.out_h) * g.out_w) * g.lanes;
-  TORCH_CHECK_VALUE(
+  MONET_CHECK(
       each <= kMost32, "monet_like: max pooling on a GPU takes planes, or images with channels last, of up to ", kMost32,
       " elements, got ", each);
   const int64_t most = std::max<int64_t>(1, kMost32 / std::max<int64_t>(each, 1));
@@ -581,7 +579,7 @@ bool moves_by_two(const Window& w) {
 struct Units {
   Geometry g;
   int units;
-  c10::cuda::CUDAStream stream;
+  cudaStream_t stream;
   bool by_two;
 };
 
@@ -625,7 +623,7 @@ void pool(const Units& u, const T* in, T* y, uint8_t* offsets) {
     const int count = u.units * u.g.out_area() * u.g.lanes;
     pool_kernel<T><<<grid_of(count), kThreads, 0, u.stream>>>(in, y, offsets, u.g, count);
   }
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  MONET_CUDA(cudaGetLastError());
 }
 
 template <typename T, int K, int Pad>
@@ -662,7 +660,7 @@ void pool_backward(const Units& u, const T* grad, const uint8_t* offsets, T* out
     const int count = u.units * u.g.in_area() * u.g.lanes;
     pool_backward_kernel<T><<<grid_of(count), kThreads, 0, u.stream>>>(grad, offsets, out, u.g, count);
   }
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  MONET_CUDA(cudaGetLastError());
 }
 
 // Calls f(units, elements before them in what was pooled, the same in what is pooled) for each launch of a call.
@@ -670,22 +668,22 @@ template <typename F>
 void for_launches(const Pooling& call, const F& f) {
   const int64_t units = call.channels_last ? call.pool.batch : call.pool.planes;
   const Geometry g(call.pool.window, call.channels_last ? call.pool.channels : 1);
-  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
+  const cudaStream_t stream = current_stream();
   for_units(g, units, [&](int64_t first, int count) {
     const int64_t before = first * g.lanes;
     f(Units{g, count, stream, moves_by_two(call.pool.window)}, before * g.in_area(), before * g.out_area());
   });
 }
 
-std::tuple<at::Tensor, at::Tensor> max_pool2d_with_offsets(
-    const at::Tensor& x, at::IntArrayRef kernel, at::IntArrayRef stride, at::IntArrayRef padding,
-    at::IntArrayRef dilation, bool ceil_mode) {
-  const c10::cuda::CUDAGuard guard(x.device());
+std::tuple<Tensor, Tensor> max_pool2d_with_offsets(
+    const Tensor& x, IntArrayRef kernel, IntArrayRef stride, IntArrayRef padding,
+    IntArrayRef dilation, bool ceil_mode) {
+  const DeviceGuard guard(x.device());
   const Pooling call = pooling_forward("max_pool2d_with_offsets", x, kernel, stride, padding, dilation, ceil_mode);
-  const at::Tensor& y = call.out;
+  const Tensor& y = call.out;
   if (y.numel() > 0) {
-    const at::Tensor in = aligned(call.in);
-    MONET_DISPATCH_FLOATS(x.scalar_type(), "max_pool2d_with_offsets", [&] {
+    const Tensor in = aligned(call.in);
+    MONET_DISPATCH_FLOATS(x.scalar_type(), [&] {
       for_launches(call, [&](const Units& units, int64_t inputs, int64_t outputs) {
         pool(
             units, in.const_data_ptr<scalar_t>() + inputs, y.mutable_data_ptr<scalar_t>() + outputs,
@@ -696,53 +694,53 @@ std::tuple<at::Tensor, at::Tensor> max_pool2d_with_offsets(
   return {y, call.cells};
 }
 
-at::Tensor max_pool2d_offsets(
-    const at::Tensor& indices, at::IntArrayRef input_size, at::IntArrayRef kernel, at::IntArrayRef stride,
-    at::IntArrayRef padding, at::IntArrayRef dilation) {
-  const c10::cuda::CUDAGuard guard(indices.device());
+Tensor max_pool2d_offsets(
+    const Tensor& indices, IntArrayRef input_size, IntArrayRef kernel, IntArrayRef stride,
+    IntArrayRef padding, IntArrayRef dilation) {
+  const DeviceGuard guard(indices.device());
   const Pooling call = pooling_cells(
-      "max_pool2d_offsets", indices, "indices", at::kLong, at::kByte, input_size, kernel, stride, padding, dilation);
-  const at::Tensor& offsets = call.out;
+      "max_pool2d_offsets", indices, "indices", kLong, kByte, input_size, kernel, stride, padding, dilation);
+  const Tensor& offsets = call.out;
   if (offsets.numel() > 0) {
     for_launches(call, [&](const Units& u, int64_t, int64_t first) {
       const int count = u.units * u.g.out_area() * u.g.lanes;
       to_offsets_kernel<<<grid_of_vectors(count), kThreads, 0, u.stream>>>(
           call.in.const_data_ptr<int64_t>() + first, offsets.mutable_data_ptr<uint8_t>() + first, u.g, count);
-      C10_CUDA_KERNEL_LAUNCH_CHECK();
+      MONET_CUDA(cudaGetLastError());
     });
   }
   return offsets;
 }
 
-at::Tensor max_pool2d_offsets_to_indices(
-    const at::Tensor& offsets, at::IntArrayRef input_size, at::IntArrayRef kernel, at::IntArrayRef stride,
-    at::IntArrayRef padding, at::IntArrayRef dilation) {
-  const c10::cuda::CUDAGuard guard(offsets.device());
+Tensor max_pool2d_offsets_to_indices(
+    const Tensor& offsets, IntArrayRef input_size, IntArrayRef kernel, IntArrayRef stride,
+    IntArrayRef padding, IntArrayRef dilation) {
+  const DeviceGuard guard(offsets.device());
   const Pooling call = pooling_cells(
-      "max_pool2d_offsets_to_indices", offsets, "offsets", at::kByte, at::kLong, input_size, kernel, stride, padding,
+      "max_pool2d_offsets_to_indices", offsets, "offsets", kByte, kLong, input_size, kernel, stride, padding,
       dilation);
-  const at::Tensor& indices = call.out;
+  const Tensor& indices = call.out;
   if (indices.numel() > 0) {
     for_launches(call, [&](const Units& u, int64_t, int64_t first) {
       const int count = u.units * u.g.out_area() * u.g.lanes;
       to_indices_kernel<<<grid_of_vectors(count), kThreads, 0, u.stream>>>(
           call.in.const_data_ptr<uint8_t>() + first, indices.mutable_data_ptr<int64_t>() + first, u.g, count);
-      C10_CUDA_KERNEL_LAUNCH_CHECK();
+      MONET_CUDA(cudaGetLastError());
     });
   }
   return indices;
 }
 
-at::Tensor max_pool2d_offsets_backward(
-    const at::Tensor& grad, const at::Tensor& offsets, at::IntArrayRef input_size, at::IntArrayRef kernel,
-    at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation) {
-  const c10::cuda::CUDAGuard guard(grad.device());
+Tensor max_pool2d_offsets_backward(
+    const Tensor& grad, const Tensor& offsets, IntArrayRef input_size, IntArrayRef kernel,
+    IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation) {
+  const DeviceGuard guard(grad.device());
   const Pooling call = pooling_backward(
       "max_pool2d_offsets_backward", grad, offsets, input_size, kernel, stride, padding, dilation);
-  const at::Tensor& out = call.out;
+  const Tensor& out = call.out;
   if (out.numel() > 0) {
-    const at::Tensor upstream = aligned(call.in), cells = aligned(call.cells);
-    MONET_DISPATCH_FLOATS(grad.scalar_type(), "max_pool2d_offsets_backward", [&] {
+    const Tensor upstream = aligned(call.in), cells = aligned(call.cells);
+    MONET_DISPATCH_FLOATS(grad.scalar_type(), [&] {
       for_launches(call, [&](const Units& units, int64_t inputs, int64_t outputs) {
         pool_backward(
             units, upstream.const_data_ptr<scalar_t>() + outputs, cells.const_data_ptr<uint8_t>() + outputs,
@@ -755,11 +753,11 @@ at::Tensor max_pool2d_offsets_backward(
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(monet_like, CUDA, m) {
-  m.impl("max_pool2d_with_offsets", &max_pool2d_with_offsets);
-  m.impl("max_pool2d_offsets", &max_pool2d_offsets);
-  m.impl("max_pool2d_offsets_to_indices", &max_pool2d_offsets_to_indices);
-  m.impl("max_pool2d_offsets_backward", &max_pool2d_offsets_backward);
+MONET_KERNELS(CUDA, m) {
+  m.add<&max_pool2d_with_offsets>("max_pool2d_with_offsets");
+  m.add<&max_pool2d_offsets>("max_pool2d_offsets");
+  m.add<&max_pool2d_offsets_to_indices>("max_pool2d_offsets_to_indices");
+  m.add<&max_pool2d_offsets_backward>("max_pool2d_offsets_backward");
 }
 
 }  // namespace monet_like

@@ -4,9 +4,6 @@
 // every tensor is read once. Rows that do not fit, or do not start at multiples of 16 bytes, and rare mixtures of dtypes
 // take kernels that read twice and look up dtypes at run time.
 
-#include <ATen/ops/zeros.h>
-#include <torch/library.h>
-
 #include <limits>
 #include <tuple>
 
@@ -347,12 +344,12 @@ unsigned int blocks_for_rows(int64_t rows, int64_t most) {
 }
 
 // Contiguous, and where 16 bytes can be read at a time; undefined if it is not given.
-at::Tensor dense(const std::optional<at::Tensor>& t) {
-  return given(t) ? aligned(t->contiguous()) : at::Tensor();
+Tensor dense(const MaybeTensor& t) {
+  return given(t) ? aligned(t->contiguous()) : Tensor();
 }
 
 template <typename T>
-const T* data_of(const at::Tensor& t) {
+const T* data_of(const Tensor& t) {
   return t.defined() ? static_cast<const T*>(t.const_data_ptr()) : nullptr;
 }
 
@@ -366,7 +363,7 @@ int threads_for(int64_t width) {
 // Calls f(zero of the type of `a`, zero of the type of `b`) where each is T or the type that T is computed in, and says
 // whether it did; undefined tensors count as T.
 template <typename T, typename F>
-bool with_types(const at::Tensor& a, const at::Tensor& b, const F& f) {
+bool with_types(const Tensor& a, const Tensor& b, const F& f) {
   using O = op_type<T>;
   constexpr auto own = c10::CppTypeToScalarType<T>::value, wide = c10::CppTypeToScalarType<O>::value;
   const auto type_a = a.defined() ? a.scalar_type() : own, type_b = b.defined() ? b.scalar_type() : own;
@@ -383,18 +380,18 @@ bool with_types(const at::Tensor& a, const at::Tensor& b, const F& f) {
 
 // y, and rstd where it is not given.
 void forward(
-    const at::Tensor& x, const std::optional<at::Tensor>& weight, const RowShape& shape, double eps, bool rounded,
-    const at::Tensor& rstd, bool given_rstd, const at::Tensor& y) {
+    const Tensor& x, const MaybeTensor& weight, const RowShape& shape, double eps, bool rounded,
+    const Tensor& rstd, bool given_rstd, const Tensor& y) {
   if (shape.rows == 0 || shape.width == 0) {
     if (!given_rstd) {
-      rstd.fill_(std::numeric_limits<double>::quiet_NaN());  // the mean of no elements
+      MONET_TORCH(aoti_torch_aten_fill__Scalar, rstd.get(), std::numeric_limits<double>::quiet_NaN());  // the mean of no elements
     }
     return;
   }
-  const at::Tensor in = dense(x), w = dense(weight);
-  const auto stream = c10::cuda::getCurrentCUDAStream();
+  const Tensor in = dense(x), w = dense(weight);
+  const auto stream = current_stream();
   bool done = false;
-  MONET_DISPATCH_FLOATS(x.scalar_type(), "rms_norm", [&] {
+  MONET_DISPATCH_FLOATS(x.scalar_type(), [&] {
     using O = op_type<scalar_t>;
     const int threads = threads_for<scalar_t, kForward>(shape.width);
     done = threads > 0 && with_types<scalar_t>(w, y, [&](auto of_weight, auto of_y) {
@@ -405,7 +402,7 @@ void forward(
               data_of<scalar_t>(in), data_of<W>(w), static_cast<O*>(const_cast<void*>(rstd.const_data_ptr())),
               given_rstd, y.mutable_data_ptr<Y>(), shape.rows, static_cast<int>(shape.width), static_cast<O>(eps),
               rounded);
-      C10_CUDA_KERNEL_LAUNCH_CHECK();
+      MONET_CUDA(cudaGetLastError());
     });
   });
   if (done) {
@@ -416,48 +413,48 @@ void forward(
     forward_kernel<O><<<blocks_for_rows(shape.rows, 65535), kThreads, 0, stream>>>(
         Floats(in), Floats(w), static_cast<O*>(const_cast<void*>(rstd.const_data_ptr())), given_rstd, Floats(y),
         shape.rows, shape.width, static_cast<O>(eps), rounded);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    MONET_CUDA(cudaGetLastError());
   });
 }
 
-std::tuple<at::Tensor, at::Tensor> rms_norm(
-    const at::Tensor& x, const std::optional<at::Tensor>& weight, int64_t dims, double eps, bool rounded,
-    at::ScalarType dtype) {
+std::tuple<Tensor, Tensor> rms_norm(
+    const Tensor& x, const MaybeTensor& weight, int64_t dims, double eps, bool rounded,
+    ScalarType dtype) {
   const RowShape shape = check_rows("rms_norm", x, weight, nullptr, dims);
-  const c10::cuda::CUDAGuard guard(x.device());
-  at::Tensor y = at::empty(x.sizes(), x.options().dtype(dtype).memory_format(at::MemoryFormat::Contiguous));
+  const DeviceGuard guard(x.device());
+  Tensor y = empty(x.sizes(), x.options().dtype(dtype));
   check_floating(y, "rms_norm", "the result");
-  at::Tensor rstd = at::empty(shape.statistics, row_statistics_options(x));
+  Tensor rstd = empty(shape.statistics, row_statistics_options(x));
   forward(x, weight, shape, eps, rounded, rstd, false, y);
   return {y, rstd};
 }
 
-at::Tensor rms_norm_apply(
-    const at::Tensor& x, const std::optional<at::Tensor>& weight, const at::Tensor& rstd, int64_t dims, bool rounded,
-    at::ScalarType dtype) {
+Tensor rms_norm_apply(
+    const Tensor& x, const MaybeTensor& weight, const Tensor& rstd, int64_t dims, bool rounded,
+    ScalarType dtype) {
   const RowShape shape = check_rows("rms_norm_apply", x, weight, &rstd, dims);
-  const c10::cuda::CUDAGuard guard(x.device());
-  at::Tensor y = at::empty(x.sizes(), x.options().dtype(dtype).memory_format(at::MemoryFormat::Contiguous));
+  const DeviceGuard guard(x.device());
+  Tensor y = empty(x.sizes(), x.options().dtype(dtype));
   check_floating(y, "rms_norm_apply", "the result");
   forward(x, weight, shape, 0, rounded, rstd.contiguous(), true, y);
   return y;
 }
 
-std::tuple<at::Tensor, at::Tensor> rms_norm_backward(
-    const at::Tensor& grad, const at::Tensor& x, const std::optional<at::Tensor>& weight, const at::Tensor& rstd,
-    const std::optional<at::Tensor>& residual, int64_t dims) {
+std::tuple<Tensor, Tensor> rms_norm_backward(
+    const Tensor& grad, const Tensor& x, const MaybeTensor& weight, const Tensor& rstd,
+    const MaybeTensor& residual, int64_t dims) {
   const char* op = "rms_norm_backward";
   const RowShape shape = check_rows(op, x, weight, &rstd, dims);
   check_row_gradients(op, x, grad, residual);
-  const c10::cuda::CUDAGuard guard(x.device());
-  at::Tensor grad_x = at::empty(x.sizes(), x.options().memory_format(at::MemoryFormat::Contiguous));
+  const DeviceGuard guard(x.device());
+  Tensor grad_x = empty(x.sizes(), x.options());
   // Enough blocks to fill a GPU, few enough that their partial sums are small beside the gradient.
   const int64_t wanted = std::max((shape.rows + 31) / 32, std::min<int64_t>((shape.rows + 3) / 4, 256));
-  const auto stream = c10::cuda::getCurrentCUDAStream();
-  at::Tensor partial;
+  const auto stream = current_stream();
+  Tensor partial;
   const auto partial_for = [&](unsigned int blocks) {
     if (given(weight)) {
-      partial = at::empty({static_cast<int64_t>(blocks), shape.width}, row_statistics_options(x));
+      partial = empty({static_cast<int64_t>(blocks), shape.width}, row_statistics_options(x));
     }
     return partial;
   };
@@ -466,10 +463,10 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(
       partial.zero_();
     }
   } else {
-    const at::Tensor upstream = dense(grad), in = dense(x), w = dense(weight), known = rstd.contiguous();
-    const at::Tensor before = dense(residual);
+    const Tensor upstream = dense(grad), in = dense(x), w = dense(weight), known = rstd.contiguous();
+    const Tensor before = dense(residual);
     bool done = false;
-    MONET_DISPATCH_FLOATS(x.scalar_type(), "rms_norm_backward", [&] {
+    MONET_DISPATCH_FLOATS(x.scalar_type(), [&] {
       using O = op_type<scalar_t>;
       const bool adds_own = !before.defined() || before.scalar_type() == x.scalar_type();
       const auto held = [&](auto count) {
@@ -485,7 +482,7 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(
               data_of<G>(upstream), data_of<scalar_t>(in), data_of<W>(w), known.const_data_ptr<O>(),
               data_of<scalar_t>(before), grad_x.mutable_data_ptr<scalar_t>(), sums, shape.rows,
               static_cast<int>(shape.width));
-          C10_CUDA_KERNEL_LAUNCH_CHECK();
+          MONET_CUDA(cudaGetLastError());
         });
       };
       done = held(std::integral_constant<int, 2>()) || held(std::integral_constant<int, 4>());
@@ -498,19 +495,19 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(
         backward_kernel<O><<<blocks, kThreads, 0, stream>>>(
             Floats(upstream), Floats(in), Floats(w), known.const_data_ptr<O>(), Floats(before), Floats(grad_x), sums,
             shape.rows, shape.width);
-        C10_CUDA_KERNEL_LAUNCH_CHECK();
+        MONET_CUDA(cudaGetLastError());
       });
     }
   }
-  at::Tensor grad_weight;
+  Tensor grad_weight;
   if (given(weight)) {
-    grad_weight = at::empty(weight->sizes(), weight->options().memory_format(at::MemoryFormat::Contiguous));
+    grad_weight = empty(weight->sizes(), weight->options());
     with_opmath(x, [&](auto zero) {
       using O = decltype(zero);
       if (shape.width > 0) {
         column_sums_kernel<O><<<static_cast<unsigned int>((shape.width + 31) / 32), kSummers * 32, 0, stream>>>(
             partial.const_data_ptr<O>(), Floats(grad_weight), static_cast<int>(partial.size(0)), shape.width);
-        C10_CUDA_KERNEL_LAUNCH_CHECK();
+        MONET_CUDA(cudaGetLastError());
       }
     });
   }
@@ -519,10 +516,10 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(monet_like, CUDA, m) {
-  m.impl("rms_norm", &rms_norm);
-  m.impl("rms_norm_apply", &rms_norm_apply);
-  m.impl("rms_norm_backward", &rms_norm_backward);
+MONET_KERNELS(CUDA, m) {
+  m.add<&rms_norm>("rms_norm");
+  m.add<&rms_norm_apply>("rms_norm_apply");
+  m.add<&rms_norm_backward>("rms_norm_backward");
 }
 
 }  // namespace monet_like

@@ -1,10 +1,6 @@
 // SwiGLU on CUDA: silu(gate) * up, and both of its gradients, each in one pass. What ATen's kernels write to memory between
 // their passes is rounded here as there, and products that they fuse with a sum are fused.
 
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
-
 #include <tuple>
 
 #include "common.cuh"
@@ -104,39 +100,39 @@ __global__ void swiglu_backward_kernel(
   }
 }
 
-at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) {
+Tensor swiglu(const Tensor& gate, const Tensor& up) {
   check_alike("swiglu", "up", up, gate);
-  const c10::cuda::CUDAGuard guard(gate.device());
-  const at::Tensor g = aligned(gate.contiguous()), u = aligned(up.contiguous());
-  const at::Tensor out = at::empty(gate.sizes(), gate.options().memory_format(at::MemoryFormat::Contiguous));
-  MONET_DISPATCH_FLOATS(gate.scalar_type(), "swiglu", [&] {
+  const DeviceGuard guard(gate.device());
+  const Tensor g = aligned(gate.contiguous()), u = aligned(up.contiguous());
+  const Tensor out = empty(gate.sizes(), gate.options());
+  MONET_DISPATCH_FLOATS(gate.scalar_type(), [&] {
     for_parts(gate.numel(), [&](int64_t first, int count) {
       swiglu_kernel<scalar_t>
-          <<<grid_of_vectors(count / kVector<scalar_t>), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+          <<<grid_of_vectors(count / kVector<scalar_t>), kThreads, 0, current_stream()>>>(
               g.const_data_ptr<scalar_t>() + first, u.const_data_ptr<scalar_t>() + first,
               out.mutable_data_ptr<scalar_t>() + first, count);
-      C10_CUDA_KERNEL_LAUNCH_CHECK();
+      MONET_CUDA(cudaGetLastError());
     });
   });
   return out;
 }
 
-std::tuple<at::Tensor, at::Tensor> swiglu_backward(
-    const at::Tensor& grad, const at::Tensor& gate, const at::Tensor& up) {
+std::tuple<Tensor, Tensor> swiglu_backward(
+    const Tensor& grad, const Tensor& gate, const Tensor& up) {
   check_alike("swiglu_backward", "up", up, gate);
   check_alike("swiglu_backward", "grad", grad, gate);
-  const c10::cuda::CUDAGuard guard(gate.device());
-  const at::Tensor d = aligned(grad.contiguous()), g = aligned(gate.contiguous()), u = aligned(up.contiguous());
-  const auto options = gate.options().memory_format(at::MemoryFormat::Contiguous);
-  const at::Tensor of_gate = at::empty(gate.sizes(), options), of_up = at::empty(gate.sizes(), options);
-  MONET_DISPATCH_FLOATS(gate.scalar_type(), "swiglu_backward", [&] {
+  const DeviceGuard guard(gate.device());
+  const Tensor d = aligned(grad.contiguous()), g = aligned(gate.contiguous()), u = aligned(up.contiguous());
+  const auto options = gate.options();
+  const Tensor of_gate = empty(gate.sizes(), options), of_up = empty(gate.sizes(), options);
+  MONET_DISPATCH_FLOATS(gate.scalar_type(), [&] {
     for_parts(gate.numel(), [&](int64_t first, int count) {
       swiglu_backward_kernel<scalar_t>
-          <<<grid_of_vectors(count / kVector<scalar_t>), kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+          <<<grid_of_vectors(count / kVector<scalar_t>), kThreads, 0, current_stream()>>>(
               d.const_data_ptr<scalar_t>() + first, g.const_data_ptr<scalar_t>() + first,
               u.const_data_ptr<scalar_t>() + first, of_gate.mutable_data_ptr<scalar_t>() + first,
               of_up.mutable_data_ptr<scalar_t>() + first, count);
-      C10_CUDA_KERNEL_LAUNCH_CHECK();
+      MONET_CUDA(cudaGetLastError());
     });
   });
   return {of_gate, of_up};
@@ -144,9 +140,9 @@ std::tuple<at::Tensor, at::Tensor> swiglu_backward(
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(monet_like, CUDA, m) {
-  m.impl("swiglu", &swiglu);
-  m.impl("swiglu_backward", &swiglu_backward);
+MONET_KERNELS(CUDA, m) {
+  m.add<&swiglu>("swiglu");
+  m.add<&swiglu_backward>("swiglu_backward");
 }
 
 }  // namespace monet_like

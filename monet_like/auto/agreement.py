@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from typing import Any, Literal
@@ -83,6 +84,17 @@ def gathered(mine: Any, sharing: Sharing) -> list[Any]:
     sent: list[Any] = [None] * processes()
     dist.all_gather_object(sent, json.dumps(mine))
     return [json.loads(text) for text in sent]
+
+
+def collective_calls() -> int:
+    """How often this process has called others, over all groups; 0 where a back end does not count."""
+    count = 0
+    if processes() > 1:
+        groups: Any = dist.distributed_c10d._world.pg_map
+        for group in groups:
+            with contextlib.suppress(RuntimeError):
+                count += group._get_sequence_number_for_group()
+    return count
 
 
 def _plain(content: Any) -> Any:

@@ -3,38 +3,41 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..capture.captured import Captured
+from ..capture.checks import check_unscripted, is_sharded
 from ..capture.example_inputs import device_of, with_length
+from ..capture.guards.holders import Holder
 from ..capture.guards.reads import Change
 from ..capture.precision import autocast_name
+from ..capture.trace.reasons import OTHER_PARTS
 from ..capture.trees import flattened
+from ..compiler.progress import Progress
 from ..compiler.request import Request, captured_for
-from ..errors import CaptureError, UsageError, warn_caller
-from ..ir.defaults import MODE, SOLVER
+from ..errors import CaptureError, MonetError, UsageError, warn_caller
 from ..ir.schedule_file import ScheduleRecord
-from ..ir.units import Budget, parse_budget
+from ..ir.units import Budget
+from ..profile.card_budget import on_card
 from ..replay.checks.compatibility import OTHER_STEP, call_difference
-from ..replay.wrapper import NewInput, ScheduleWrapper, is_empty
-from . import parts
-from .block_menus import BlockSettings
-from .blocks import BlockNames, schedule_blocks
-from .whole_plan import WholeSettings, captured_as, is_of, plan_or_load
+from ..replay.kept_steps import KeptStep
+from ..replay.stand_in import SignedAsModel
+from ..replay.stepping import NewInput, is_empty
+from ..replay.wrapper import ScheduleWrapper
+from .agreement import Sharing
+from .block_calls import plans_of
+from .blocks import BlockNames, block_plan, schedule_blocks, schedule_parts
+from .planning import Planning, Settings
+from .whole_plan import captured_as, is_of, plan_or_load
 
-#: Everything that is exact.
-ALL_VARIANTS = MODE
-#: How much time a plan may take; see `auto_schedule`.
-EFFORTS = ("auto", "quick", "full")
-#: What a call does that no plan serves; see `auto_schedule`.
-ON_NEW_INPUT = ("plan", "plain", "error")
-#: Of the integer program.
-TIME_LIMIT_SECONDS = 60.0
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def auto_schedule(
@@ -43,21 +46,10 @@ def auto_schedule(
     kwargs: Mapping[str, Any] | None = None,
     *,
     memory_budget: str | int = "8 GB",
-    mode: str = ALL_VARIANTS,
-    solver: str = SOLVER,
-    time_limit_seconds: float | None = None,
-    gap: float = 0.01,
-    optimizer: str = "none",
-    optimizer_in_backward: bool = False,
-    backend: str = "eager",
-    verbose: bool | None = None,
-    effort: str = "auto",
-    lengths: Sequence[int] = (),
+    exact: bool | None = None,
     blocks: BlockNames | None = None,
-    loss: Callable[[Any], torch.Tensor] | None = None,
-    keeps_result: bool = True,
-    same_plan: bool = True,
-    on_new_input: str = "plan",
+    optimizer: str = "none",
+    **planning: Unpack[Planning],
 ) -> nn.Module:
     """Capture, profile, plan and wrap ``model`` so that its training step fits ``memory_budget``.
 
@@ -65,75 +57,33 @@ def auto_schedule(
         model: on the device it will train on; in training mode, if there are example inputs.
         args, kwargs: example inputs; a tensor, or a tuple of arguments. Without any, the first training call is planned
             for, which takes longer for that.
-        memory_budget: of the whole step: ``"8 GB"``, bytes as an int, or ``"60%"`` of plain PyTorch's peak for the
-            inputs that are planned first; later plans have as many bytes.
-        mode: which variants may be used; see `monet_like.ir.mode`.
-        solver, time_limit_seconds, gap: for the integer program; None: 60 seconds. With ``blocks`` the limit is for the
-            menu of each kind of block; the choice among menus, mostly a second, may take the limit or 20 seconds,
-            whichever is more, up to three times. Where it is quick, all of that has 20 seconds together.
-        optimizer: whose state to count; a key of `monet_like.compiler.request.OPTIMIZERS`, such as adamw.
-        optimizer_in_backward: hooks of your training loop (``register_post_accumulate_grad_hook``) step and free each
-            gradient in the backward, so the plan need not have room for all gradients at once. Without such hooks the
-            step needs more memory than planned.
-        backend: eager or inductor; see `ScheduleWrapper`.
-        verbose: show progress and a line at the end on stderr; None: if that is a terminal or a notebook. The logger
-            ``monet_like`` gets that line in any case (level INFO).
-        effort: ``full``: measure every operator and solve the integer program, in minutes. ``quick``: in about ten
-            seconds, times that are partly estimated and the local search; memory is as exact. ``auto``: ``full`` if a
-            time limit is given; else quick the first time, and full at the next start, in one process of each machine.
-        lengths: plan at the first call for inputs of each of these lengths (second dimension), such as ``[512, 1024,
-            2048]``. Later inputs follow the plan for the next larger length, so nothing is planned in between. A share
-            of plain PyTorch's peak is of that at the largest length.
+        memory_budget: of the whole step: ``"8 GB"``, bytes as an int, ``"60%"`` of plain PyTorch's peak for the inputs
+            that are planned first, or ``"card"``: what is free on the GPU then, less 5 % of it and at least 1 GB. Later
+            plans have as many bytes.
+        exact: True: no operator variant that rounds in another way than PyTorch's own operators; on a CPU gradients are
+            equal to plain PyTorch's to the bit. False (default): equal to rounding; steps are faster, and smaller
+            budgets are feasible.
         blocks: give each of these modules of ``model`` a schedule of its own, all under the one budget, and run the
             rest of the model as it is: ``model.layers``, a list of modules, or a pattern of their names such as
             ``"layers.*"``.
-        loss: with ``blocks``: from the model's result to the scalar whose backward runs, so that its memory counts.
-            Default: the result's own ``loss``, or one that takes no memory.
-        keeps_result: with ``blocks``: your loop holds the model's result until the backward has ended, as in ``out =
-            model(x)``. False: it holds the loss alone, as in ``model(x).loss.backward()``, and logits are free by then.
-        same_plan: with ``blocks``: the processes of the default group have equal models and inputs, the first plans for
-            all, and all must call this. False: each plans for itself.
-        on_new_input: what a call does that no plan serves, once there is one: larger inputs, another dtype, frozen
-            layers. ``plan``: it is planned within the first plan's bytes, and runs as plain PyTorch with one warning if
-            that fails after training has begun. ``plain``: it runs as plain PyTorch with one warning. ``error``: it
-            raises.
+        optimizer: whose state to count; a key of `monet_like.compiler.request.OPTIMIZERS`, such as adamw.
+        planning: how the plan is made: effort, solver, lengths, loss and others, see `Planning`.
 
     Returns:
         The wrapped module, with the same arguments, results and gradients. Plans and profiles are cached, so a
-        second call with the same model, inputs and budget solves nothing. With ``blocks``: ``model`` itself, whose
-        blocks are wrapped.
+        second call with the same model, inputs and budget solves nothing. Where the whole cannot be captured, its
+        largest parts have the schedules. With ``blocks``: ``model`` itself, whose blocks are wrapped.
 
     Raises:
         UsageError: an argument is wrong.
         InfeasibleError: no schedule fits; the message says what would.
-        CaptureError: the model cannot be captured.
+        CaptureError: neither the model nor a part of it can be captured; with ``blocks``: one of them cannot.
     """
-    if effort not in EFFORTS:
-        raise UsageError(f"effort {effort!r} is unknown; choose one of {', '.join(EFFORTS)}")
-    if on_new_input not in ON_NEW_INPUT:
-        raise UsageError(f"on_new_input {on_new_input!r} is unknown; choose one of {', '.join(ON_NEW_INPUT)}")
-    if effort == "auto" and time_limit_seconds is not None:
-        effort = "full"
-    seconds = TIME_LIMIT_SECONDS if time_limit_seconds is None else time_limit_seconds
-    if any(not isinstance(length, int) or length < 1 for length in lengths):
-        raise UsageError(f"lengths {list(lengths)!r} must be whole numbers of at least 1")
-    if blocks is not None:
-        chosen = BlockSettings(
-            parse_budget(memory_budget, "memory_budget"), mode, solver, seconds, gap, optimizer, loss, effort != "full",
-            "same" if same_plan else "alone", verbose, effort == "auto", keeps_result, tuple(lengths),
-            on_new_input,
-        )  # fmt: skip
-        return schedule_blocks(model, args, kwargs, blocks, chosen, backend)
-    if loss is not None or not keeps_result:
-        named = "loss" if loss is not None else "keeps_result"
-        raise UsageError(
-            f"{named} is for blocks; a schedule of the whole model counts what the model's forward computes"
-        )
-    settings = WholeSettings(
-        parse_budget(memory_budget, "memory_budget"), mode, solver, seconds, gap, optimizer, effort, tuple(lengths),
-        optimizer_in_backward, on_new_input,
-    )  # fmt: skip
-    wrapped = AutoSchedule(model, settings, backend, verbose=verbose)
+    by_blocks = blocks is not None or planning.get("weights", "device") != "device"
+    settings = Settings.of(memory_budget, exact, optimizer, planning, blocks=by_blocks)
+    if by_blocks:
+        return schedule_blocks(model, args, kwargs, blocks, settings)
+    wrapped = AutoSchedule(model, settings)
     if args is not None or kwargs is not None:
         if not model.training:
             raise UsageError("the model is in eval mode; call model.train() before auto_schedule")
@@ -145,25 +95,28 @@ class AutoSchedule(ScheduleWrapper):
     """A `ScheduleWrapper` that plans when it is called with inputs for which it has no schedule.
 
     Attributes:
-        record: the schedule of the latest plan; None before the first one.
+        record: the schedule of the latest plan; None before the first one, and where parts have schedules: see
+            `monet_like.block_plan`.
         records: all of them.
     """
 
     record: ScheduleRecord | None  # type: ignore[assignment]
-    _OWN = ScheduleWrapper._OWN | {"records", "settings", "verbose"}
+    _OWN = ScheduleWrapper._OWN | {"records", "settings"}
 
-    def __init__(
-        self, model: nn.Module, settings: WholeSettings, backend: str = "eager", *, verbose: bool | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, settings: Settings) -> None:
         nn.Module.__init__(self)
-        self._share(model, backend)
-        self.settings, self.verbose = settings, verbose
-        self._on_new_input = settings.on_new_input
+        self._share(model, settings.backend)
+        self.settings = settings
+        self._on_new_input, self._shows_progress = settings.on_new_input, settings.verbose
         self.record = None
         self.records: list[ScheduleRecord] = []
+        self._parts: Sequence[str] | None = None  # that have schedules, where the whole has none
 
     def extra_repr(self) -> str:
         """Shown by ``print``."""
+        if self._parts and (plan := block_plan(self._model)):
+            names = ", ".join(self._parts)
+            return f"schedules of {len(self._parts)} parts: {names}; whole step: {plan.numbers}"
         return super().extra_repr() if self.record else "schedule: made at the first training call"
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
@@ -172,8 +125,89 @@ class AutoSchedule(ScheduleWrapper):
         leaves, spec = flattened((args, kwargs))
         if is_empty(leaves):
             return
-        self._new_step(self._key(leaves, spec), args, kwargs)
+        if self._found() is not None:
+            if plans := plans_of(self._model) or plans_of(self):
+                plans(self._model, args, kwargs)
+            return
+        try:
+            check_unscripted(self._model)
+            self._new_step(self._key(leaves, spec), args, kwargs)
+        except CaptureError as error:
+            self._plan_parts(args, kwargs, error)
         self._begun = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As a module's; parts of a sharded model are planned before ``fully_shard`` begins its step."""
+        begins = not self._begun and self._parts is None and self.training and torch.is_grad_enabled()
+        if begins and any(map(is_sharded, self.modules())):
+            self._plan_parts(args, self._without_cache(args, kwargs), CaptureError("its parameters are sharded"))
+        return super().__call__(*args, **kwargs)
+
+    @SignedAsModel
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward, whose backward follows the schedule, or those of its parts."""
+        if self.training and torch.is_grad_enabled() and not self._begun and self._found() is None:
+            try:
+                check_unscripted(self._model)
+                return ScheduleWrapper.forward(self, *args, **kwargs)
+            except CaptureError as error:
+                self._plan_parts(args, self._without_cache(args, kwargs), error)
+        return ScheduleWrapper.forward(self, *args, **kwargs)
+
+    def _found(self) -> Sequence[str] | None:
+        """The parts that have schedules, when a search in another thread has ended; None: the whole has, or nothing."""
+        with self._lock:
+            return self._parts
+
+    def _step_or_plain(self, *call: Any) -> tuple[KeptStep | None, Mapping[str, Holder] | None]:
+        return (None, None) if self._parts is not None else super()._step_or_plain(*call)
+
+    def _plan_parts(self, args: tuple[Any, ...], kwargs: dict[str, Any], refused: CaptureError) -> None:
+        """Plan the parts that can be captured, unless another thread has done so.
+
+        Args:
+            refused: why the whole cannot.
+
+        Raises:
+            CaptureError: no part can be captured, either.
+        """
+        with self._lock:
+            if self._parts is None:
+                self._search_parts(args, kwargs, refused)
+
+    def _search_parts(self, args: tuple[Any, ...], kwargs: dict[str, Any], refused: CaptureError) -> None:
+        why = str(refused).removesuffix(OTHER_PARTS)
+        sharded = any(map(is_sharded, self.modules()))
+        sharing: Sharing = "alone"
+        if sharded or any(isinstance(module, DistributedDataParallel) for module in self.modules()):
+            sharing = "own" if self.settings.sharing == "alone" else "same"  # rehearsals need all processes
+        self._parts = ()
+        try:
+            with Progress(quiet=self.settings.verbose is False):
+                self._parts = schedule_parts(
+                    self if sharded else self._model,
+                    (args, kwargs),
+                    replace(self.settings, sharing=sharing),
+                    why.partition(" (at ")[0].partition("; ")[0],
+                )
+        except MonetError:
+            raise
+        except Exception as error:
+            raise refused from error
+        finally:
+            self._parts = self._parts or None
+        if self._parts is None:
+            raise CaptureError(f"{why}; none of its parts of several operators can be captured, either") from refused
+        self._begun, self.plans_its_memory = True, False
+        if self._arena is not None:
+            self._arena = None
+            warn_caller(
+                f"no memory is placed for {type(self._model).__name__}, whose parts have schedules of their own"
+            )
+
+    def _step(self, *call: Any) -> KeptStep | None:
+        with Progress(quiet=self.settings.verbose is False):  # of all stages, from the capture on
+            return super()._step(*call)
 
     def _planned(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None, change: Change | None
@@ -186,12 +220,7 @@ class AutoSchedule(ScheduleWrapper):
         )  # fmt: skip
         if settings.lengths and not self.records:
             self._plan_lengths(request, device)
-        try:
-            captured = captured_for(request, request.example)
-        except CaptureError as error:
-            if not error.of_values or self._begun:
-                raise
-            raise CaptureError(f"{error}{parts.in_words(self._model, args, kwargs)}") from error
+        captured = captured_for(request, request.example)
         reason = ""
         for record in sorted(self.records, key=_elements):  # the next larger one
             if differs := call_difference(record, self._model, args, kwargs):
@@ -207,7 +236,8 @@ class AutoSchedule(ScheduleWrapper):
                 raise NewInput(f"no plan of {type(self._model).__name__} serves this call: {reason}")
             warn_caller(f"planning {type(self._model).__name__} anew: {reason}")
         record = self._plan(request, device, captured)
-        return record, captured_as(record, request, captured)
+        with Progress(quiet=settings.verbose is False, first="compile"):
+            return record, captured_as(record, request, captured)
 
     def _plan_lengths(self, request: Request, device: torch.device) -> None:
         """Plan for every length that is expected, the largest first: a share is of the peak at that."""
@@ -217,10 +247,11 @@ class AutoSchedule(ScheduleWrapper):
 
     def _plan(self, request: Request, device: torch.device, captured: Captured) -> ScheduleRecord:
         """Plan within the budget, which is that of the first plan in bytes."""
-        settings = self.settings
+        budget = self.settings.budget
         if self.records:
-            settings = replace(settings, budget=Budget(self.records[0].budget_bytes))
-        record = plan_or_load(request, settings, device, captured, self.verbose)
+            budget = Budget(self.records[0].budget_bytes)
+        settings = replace(self.settings, budget=on_card(budget, device, self._model, request.example))
+        record = plan_or_load(request, settings, device, captured)
         self.records.append(record)
         self.record = record
         return record

@@ -4,23 +4,36 @@ planned for.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ..capture.checks import is_sharded
-from ..capture.example_inputs import Example, device_of, input_specs, length_of, specs_in_words
+from ..capture.example_inputs import (
+    Example,
+    device_of,
+    extents_of,
+    input_specs,
+    is_for_shapes,
+    length_of,
+    specs_in_words,
+)
 from ..capture.precision import autocast_name
+from ..capture.trace.alone import CAPTURING, is_observed
 from ..capture.trees import map_tensors, tensors_of
 from ..errors import warn_caller
 from ..ir.units import Budget, format_bytes
+from ..replay.checks.transforms import check_transforms
 from .agreement import processes
 from .block import blocks_of
-from .block_menus import BlockSettings
-from .block_plan import BlockPlan, plan_blocks
+from .block_plan import plan_blocks
+from .planning import Settings
+from .promise import BlockPlan
 from .rehearsal.memory import Blocks, step_of
 
 
@@ -46,7 +59,7 @@ class Form:
         args, kwargs = example
         named = (*enumerate(args), *kwargs.items())
         tensors = [(f"{name}[{place}]", leaf) for name, value in named for place, leaf in enumerate(tensors_of(value))]
-        looks = tuple((path, tuple(leaf.shape), leaf.element_size()) for path, leaf in tensors)
+        looks = tuple((path, extents_of(leaf), leaf.element_size()) for path, leaf in tensors)
         parameters = [*model.parameters()]
         sizes = [_bytes(parameter) for parameter in parameters]
         trained = sum(size for size, parameter in zip(sizes, parameters, strict=True) if parameter.requires_grad)
@@ -70,7 +83,7 @@ class Form:
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return 0 if is_lazy(tensor) else tensor.numel() * tensor.element_size()
 
 
 def _fits(shape: Sequence[int], size: int, most: Sequence[int], most_size: int) -> bool:
@@ -94,8 +107,8 @@ class CallPlans:
     processes make no new plans during training: a call that one of them sees alone would wait for the others.
     """
 
-    def __init__(self, settings: BlockSettings) -> None:
-        self.settings, self.planning = settings, False
+    def __init__(self, settings: Settings) -> None:
+        self.settings, self._planner = settings, 0  # the thread that plans
         self.plans: list[_Planned] = []
         self.refused: set[Form] = set()
 
@@ -105,10 +118,15 @@ class CallPlans:
     @torch.compiler.disable
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Have the blocks follow the plan for this call; make one, if there is none."""
-        if self.planning or not self.plans or not model.training or not torch.is_grad_enabled():
+        if self._planner == threading.get_ident() or not model.training or not torch.is_grad_enabled():
+            return
+        if self._planner:  # stand-ins are in the place of the blocks
+            with CAPTURING:
+                pass
+        if not self.plans or is_observed():
             return
         may_plan = self._may_plan(model)
-        if len(self.plans) == 1 and not may_plan:
+        if (len(self.plans) == 1 and not may_plan) or is_for_shapes(tensors_of((args, kwargs))):
             return
         form = Form.of(model, (args, kwargs))
         if found := self._for(form):
@@ -139,16 +157,18 @@ class CallPlans:
         return min((p for p in self.plans if form.within(p.form)), key=lambda p: p.form.elements, default=None)
 
     def _planned(self, model: nn.Module, example: Example, form: Form) -> BlockPlan:
+        check_transforms(model, tensors_of(example))
         blocks = tuple(blocks_of(model))
         settings = self.settings
         if self.plans:
             settings = replace(settings, budget=Budget(self.plans[0].plan.budget_bytes))
-        self.planning = True
-        try:
-            whole = step_of(model, example, settings.loss, keeps_result=settings.keeps_result)
-            plan = plan_blocks(Blocks(model, blocks), whole, settings)
-        finally:
-            self.planning = False
+        with CAPTURING:
+            self._planner = threading.get_ident()
+            try:
+                whole = step_of(model, example, settings.loss, keeps_result=settings.keeps_result)
+                plan = plan_blocks(Blocks(model, blocks), whole, settings)
+            finally:
+                self._planner = 0
         for block in blocks:
             block._block_plan = plan
         self.plans.append(_Planned(form, plan, tuple(block.plan_state() for block in blocks)))
@@ -174,7 +194,7 @@ class CallPlans:
             )
 
     def _may_plan(self, model: nn.Module) -> bool:
-        return self.settings.on_new_input == "plan" and processes() == 1 and not any(map(is_sharded, blocks_of(model)))
+        return self.settings.on_new_input == "plan" and processes() == 1 and not any(map(is_sharded, model.modules()))
 
     def _follow(self, model: nn.Module, found: _Planned) -> None:
         blocks = blocks_of(model)

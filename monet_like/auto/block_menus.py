@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -24,14 +24,15 @@ from ..ir.schedule import Schedule
 from ..ir.schedule_file import ScheduleRecord
 from ..ir.simulate import simulate
 from ..ir.step import Point
-from ..ir.units import Budget
 from ..plan.baseline import plain_step
 from ..plan.result import Plan
 from ..plan.step.menus import efficient, menu, point_of
 from ..replay.segments import handed_gradients
 from .agreement import Sharing, gathered
 from .block import BlockCall
-from .earlier_menus import EarlierMenus
+from .kept_pieces import KeptPiece, keep_costs, keep_menu
+from .kept_plans import digest_of
+from .planning import Settings
 from .rehearsal.memory import Blocks, Rehearsed
 
 #: Wall seconds for a quick plan: costs, menus, bounds and choices of all kinds of blocks. The capture, the first
@@ -43,38 +44,6 @@ MENUS_SHARE, COSTS_SHARE = 0.7, 0.4
 
 
 @dataclass(frozen=True)
-class BlockSettings:
-    """How the schedules of blocks are planned; see `monet_like.auto_schedule`.
-
-    Attributes:
-        loss: from the model's result to a scalar; None: a loss that takes no memory.
-        quick: costs that are partly estimated, and the local search instead of the integer program.
-        sharing: how the processes of the default group plan.
-        refines: a quick plan of an earlier start is replaced by a full one.
-        keeps_result: see `monet_like.auto.rehearsal.memory.step_of`.
-        lengths: that are planned for ahead; see `monet_like.auto_schedule`.
-        on_new_input: likewise.
-        earlier: menus of quick plans by these settings.
-    """
-
-    budget: Budget
-    mode: str
-    solver: str
-    time_limit_seconds: float
-    gap: float
-    optimizer: str = "none"
-    loss: Callable[[Any], torch.Tensor] | None = None
-    quick: bool = False
-    sharing: Sharing = "same"
-    verbose: bool | None = None
-    refines: bool = False
-    keeps_result: bool = True
-    lengths: tuple[int, ...] = ()
-    on_new_input: str = "plan"
-    earlier: EarlierMenus = field(default_factory=EarlierMenus, compare=False, repr=False)
-
-
-@dataclass(frozen=True)
 class Deadline:
     """When a part of a quick plan must be there, on the clock `time.monotonic`; a full plan has limits for each part
     instead.
@@ -83,7 +52,7 @@ class Deadline:
     ends: float
 
     @staticmethod
-    def of(settings: BlockSettings) -> Deadline:
+    def of(settings: Settings) -> Deadline:
         """That of a plan that begins now."""
         return Deadline(time.monotonic() + QUICK_SECONDS if settings.quick else inf)
 
@@ -135,13 +104,7 @@ def kinds_of(of: Blocks, first: Rehearsed) -> list[Kind | None]:
 
 def digest_of_call(call: BlockCall) -> str:
     """A digest of a call's program and its sizes."""
-    program = call.captured.program
-    of = (
-        program.fingerprint, [(value.bytes, value.spec) for value in program.values],
-        [t.cost for t in call.captured.every_task()],
-        call.captured.made_last, call.request.autocast, call.layout, call.inputs,
-    )  # fmt: skip
-    return hashlib.sha256(repr(of).encode()).hexdigest()
+    return digest_of(call.captured, call.request.autocast, call.layout, call.inputs)
 
 
 def check_alike(of: Blocks, kinds: Sequence[Kind | None], sharing: Sharing) -> None:
@@ -162,7 +125,12 @@ def check_alike(of: Blocks, kinds: Sequence[Kind | None], sharing: Sharing) -> N
 
 
 def menus_of(
-    of: Blocks, kinds: Sequence[Kind | None], settings: BlockSettings, found: dict[str, Prepared], deadline: Deadline
+    of: Blocks,
+    kinds: Sequence[Kind | None],
+    settings: Settings,
+    found: dict[str, Prepared],
+    deadline: Deadline,
+    progress: Progress,
 ) -> dict[Kind, tuple[Point, ...]]:
     """The menu of every kind of block.
 
@@ -173,24 +141,27 @@ def menus_of(
     menus: dict[Kind, tuple[Point, ...]] = {}
     schedules: dict[str, tuple[Schedule, ...]] = {}
     device, programs = device_of(of.model), len({kind.program for kind in kinds if kind})
-    with Progress(quiet=settings.verbose is False) as progress:
-        for block, kind in zip(of.blocks, kinds, strict=True):
-            call = block._block_call
-            if kind is None or call is None or kind in menus:
-                continue
-            if kind.program not in found:
-                mine = deadline.part(1 / (programs - len(found)))
-                found[kind.program] = costs_of_call(call, device, settings, progress, mine.part(COSTS_SHARE))
-                schedules[kind.program] = _schedules(found[kind.program], settings, progress, mine)
-            menus[kind] = _points(found[kind.program], kind, schedules[kind.program])
+    for block, kind in zip(of.blocks, kinds, strict=True):
+        call = block._block_call
+        if kind is None or call is None or kind in menus:
+            continue
+        if kind.program not in found:
+            to_make = programs - len(found)
+            mine = deadline.part(1 / to_make)
+            ready = costs_of_call(call, kind.program, device, settings, progress, mine.part(COSTS_SHARE))
+            most = min(settings.time_limit_seconds * to_make, deadline.left())
+            progress.at("plan", type(block._model).__name__, len(found), programs, most)
+            found[kind.program] = ready
+            schedules[kind.program] = _schedules(ready, kind.program, settings, progress, mine)
+        menus[kind] = _points(found[kind.program], kind, schedules[kind.program])
     return menus
 
 
 def points_of_call(
-    ready: Prepared, kind: Kind, settings: BlockSettings, progress: Progress, deadline: Deadline
+    ready: Prepared, kind: Kind, settings: Settings, progress: Progress, deadline: Deadline
 ) -> tuple[Point, ...]:
     """The menu of a call that is planned alone."""
-    return _points(ready, kind, _schedules(ready, settings, progress, deadline))
+    return _points(ready, kind, _schedules(ready, kind.program, settings, progress, deadline))
 
 
 def _points(ready: Prepared, kind: Kind, schedules: Sequence[Schedule]) -> tuple[Point, ...]:
@@ -201,7 +172,7 @@ def plain_point(ready: Prepared, kind: Kind) -> Point:
     """What plain PyTorch costs; values are of the plain program."""
     captured = ready.captured
     plain = plain_step(captured.plain, ready.costs, autograd_nodes=captured.autograd_nodes)
-    return point_of(*plain, kind.held, _handed_plainly(captured))
+    return point_of(*plain, kind.held, handed_plainly(captured))
 
 
 def own_point(ready: Prepared, schedule: Schedule, kind: Kind) -> Point:
@@ -214,7 +185,7 @@ def own_point(ready: Prepared, schedule: Schedule, kind: Kind) -> Point:
     return point_of(program, schedule, ready.costs, kind.held, handed)
 
 
-def _handed_plainly(captured: Captured) -> dict[int, int]:
+def handed_plainly(captured: Captured) -> dict[int, int]:
     """As `handed_gradients`, in plain PyTorch: when the node of autograd has ended that makes the gradient."""
     plain, nodes = captured.plain, captured.autograd_nodes
     node_of = [nodes.get(ways[0].name, -1 - place) for place, ways in enumerate(plain.slots)]
@@ -226,39 +197,55 @@ def _handed_plainly(captured: Captured) -> dict[int, int]:
 
 
 def costs_of_call(
-    call: BlockCall, device: torch.device, settings: BlockSettings, progress: Progress, deadline: Deadline
+    call: BlockCall, piece: str, device: torch.device, settings: Settings, progress: Progress, deadline: Deadline
 ) -> Prepared:
-    """A block's program with its costs; gradients are delayed in it unless the workspaces make that dearer."""
-    ready = _measured(call.captured, call.request, device, settings, progress, deadline)
+    """A block's program with its costs; gradients are delayed in it unless the workspaces make that dearer.
+
+    Args:
+        piece: `digest_of_call`.
+    """
+    measured = partial(_measured, piece=piece, device=device, settings=settings, progress=progress, deadline=deadline)
+    ready = measured(call.captured, call.request)
     if call.undelayed and delays_cost(replace(call.request, made_last=None), ready.captured, ready.costs):
-        return _measured(call.undelayed, replace(call.request, made_last=()), device, settings, progress, deadline)
+        return measured(call.undelayed, replace(call.request, made_last=()))
     return ready
 
 
 def _measured(
     captured: Captured,
     request: Request,
+    piece: str,
     device: torch.device,
-    settings: BlockSettings,
+    settings: Settings,
     progress: Progress,
     deadline: Deadline,
 ) -> Prepared:
     """A block's program with its costs; all workspaces are measured at the whole batch."""
     source, earlier = Cached.of(device), settings.earlier.alike(captured) if settings.quick else None
+    known = KeptPiece.of(piece, device).profile(device, source.known) if settings.quick else source.known
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         ready = prepare(
-            request, device, profile=source.known, save_profile=source.save, progress=progress.profiling,
+            request, device, profile=known, save_profile=source.save, progress=progress.profiling,
             captured=captured, quick=settings.quick, quick_seconds=deadline.left(),
             earlier=earlier.ready if earlier else None,
         )  # fmt: skip
-        return settled_for(ready, request, device, lambda _: (), progress.profiling, everything=True)
+        ready = settled_for(ready, request, device, lambda _: (), progress.profiling, everything=True)
+    if settings.quick and earlier is None:
+        settings.earlier.add(ready, ())
+        keep_costs(piece, device, ready)
+    return ready
 
 
 def _schedules(
-    ready: Prepared, settings: BlockSettings, progress: Progress, deadline: Deadline
+    ready: Prepared, piece: str, settings: Settings, progress: Progress, deadline: Deadline
 ) -> tuple[Schedule, ...]:
-    """The schedules of a block's menu; of a quick plan those of the same program at other sizes, if there are any."""
-    if settings.quick and (earlier := settings.earlier.alike(ready.captured)) is not None:
+    """The schedules of a block's menu, if need be searched; a quick plan also takes those of other sizes."""
+    device = ready.captured.device
+    if (kept := KeptPiece.of(piece, device).menu(ready, settings)) is not None:
+        if settings.quick:
+            settings.earlier.add(ready, kept)
+        return kept
+    if settings.quick and (earlier := settings.earlier.alike(ready.captured)) and earlier.schedules:
         settings.earlier.taken += 1
         return earlier.schedules
     points = menu(
@@ -268,6 +255,8 @@ def _schedules(
         progress=progress.planning,
     )  # fmt: skip
     schedules = tuple(point.schedule for point in points)
+    if deadline.left():  # else the search was cut short
+        keep_menu(piece, device, schedules, settings)
     if settings.quick:
         settings.earlier.add(ready, schedules)
     return schedules
@@ -276,17 +265,20 @@ def _schedules(
 def content_of(points: Sequence[Point]) -> dict[str, Any]:
     """Points of all blocks as plain data; equal ones once."""
     distinct = list(dict.fromkeys(points))
-    written = [[(p.schedule.forward, p.schedule.again, p.schedule.ways), p.numbers, p.shared] for p in distinct]
+    written = [
+        [(p.schedule.forward, p.schedule.again, p.schedule.ways), p.numbers, p.shared, p.streaming] for p in distinct
+    ]
     return {"points": written, "of": [distinct.index(point) for point in points]}
 
 
 def read_points(content: Any) -> tuple[Point, ...]:
     """The points that `content_of` has written."""
     distinct = []
-    for (forward, again, ways), (seconds, *sizes), shared in content["points"]:
-        carried, forward_peak, backward_peak, adding_peak = sizes
+    for (forward, again, ways), (seconds, *sizes), shared, streaming in content["points"]:
         schedule = Schedule(tuple(forward), tuple(map(tuple, again)), tuple(ways))
-        distinct.append(Point(schedule, seconds, carried, forward_peak, backward_peak, adding_peak, tuple(shared)))
+        carried, forward_peak, backward_peak, adding_peak = sizes
+        peaks = forward_peak, backward_peak, adding_peak
+        distinct.append(Point(schedule, seconds, carried, *peaks, tuple(shared), *streaming))
     return tuple(distinct[number] for number in content["of"])
 
 
@@ -308,4 +300,4 @@ def record_of(call: BlockCall, ready: Prepared, point: Point) -> ScheduleRecord:
     """The schedule file of a call of a block."""
     report = simulate(ready.captured.program, point.schedule, ready.costs)
     made = make_record(call.request, ready, Plan(point.schedule, report, "feasible"), report.peak_bytes)
-    return replace(made, inputs=call.inputs, layout=call.layout)
+    return replace(made, inputs=call.inputs, layout=call.layout, run_bytes=())  # those of a block alone say little

@@ -23,7 +23,6 @@ from ..ir.units import format_bytes
 from .block import BlockCall
 from .block_menus import (
     COSTS_SHARE,
-    BlockSettings,
     Deadline,
     Kind,
     costs_of_call,
@@ -32,6 +31,7 @@ from .block_menus import (
     points_of_call,
     record_of,
 )
+from .planning import Settings
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,8 @@ class OwnPlans:
         settings: of the whole model's plan.
     """
 
-    def __init__(self, settings: BlockSettings) -> None:
-        self.settings = replace(settings, quick=True)
+    def __init__(self, settings: Settings) -> None:
+        self.settings = replace(settings, effort="quick")
         self._costs: dict[str, Prepared] = {}
         self._found: dict[tuple[str, Share], ScheduleRecord | InfeasibleError | None] = {}
 
@@ -141,7 +141,7 @@ class OwnPlans:
         with Progress(quiet=True) as progress:
             if digest not in self._costs:
                 device, costs = call.captured.device, deadline.part(COSTS_SHARE)
-                self._costs[digest] = costs_of_call(call, device, self.settings, progress, costs)
+                self._costs[digest] = costs_of_call(call, digest, device, self.settings, progress, costs)
             ready = self._costs[digest]
             kind = Kind(digest, share.held_in(ready.captured))
             taken = self.settings.earlier.taken

@@ -8,21 +8,28 @@ import fnmatch
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..capture.checks import is_sharded
+from ..capture.checks import check_initialized, check_unscripted, is_sharded
+from ..capture.example_inputs import Example, is_for_shapes
+from ..capture.trace.alone import CAPTURING, is_observed
+from ..capture.trees import tensors_of
 from ..errors import UsageError, warn_caller
 from ..replay.stand_in import caching_config
 from ..replay.wrapper import ScheduleWrapper
-from .block import BlockSchedule, blocks_of
+from .block import BlockSchedule, ContainerSchedule, blocks_of
 from .block_calls import CallPlans, plans_of
-from .block_menus import BlockSettings
-from .block_plan import BlockPlan, plan_blocks
+from .block_plan import plan_blocks
+from .found_parts import find_parts, in_words
+from .planning import Settings
+from .promise import BlockPlan
 from .rehearsal.memory import Blocks, NoBlockCalled, WholeStep
 from .shared_captures import SharedCaptures
+from .streamed import check_streams, frozen_layers, may_stream, unstream
 
 #: How blocks are named: modules of the model, or patterns of their names.
 BlockNames = Iterable[nn.Module] | str | Sequence[str]
@@ -32,20 +39,27 @@ def schedule_blocks(
     model: nn.Module,
     args: Any,
     kwargs: Mapping[str, Any] | None,
-    blocks: BlockNames,
-    settings: BlockSettings,
-    backend: str,
+    blocks: BlockNames | None,
+    settings: Settings,
 ) -> nn.Module:
     """Give every block of ``model`` a schedule of its own; see `monet_like.auto_schedule`.
+
+    Args:
+        blocks: None: the layers that have frozen weights.
 
     Returns:
         The model itself. With example inputs the schedules are planned now, else at the first training call.
 
     Raises:
-        UsageError: the blocks are wrong, the model is in eval mode, or gives its layers a cache.
+        UsageError: the blocks are wrong or scripted, a module is lazy, the model is in eval mode, or gives its layers a
+            cache.
     """
-    found = find_blocks(model, blocks)
+    check_initialized(model, planned=True)
+    found = find_blocks(model, frozen_layers(model) if blocks is None else blocks)
+    for name, block in found.items():
+        check_unscripted(block, name)
     _check_unsharded(model, found)
+    check_streams(model, settings)
     if config := caching_config(model):
         raise UsageError(
             f"{type(model).__name__} gives its layers a cache of keys and values also in training, which is another "
@@ -53,22 +67,55 @@ def schedule_blocks(
         )
     if (args is not None or kwargs is not None) and not model.training:
         raise UsageError("the model is in eval mode; call model.train() before auto_schedule")
-    shared = SharedCaptures()
-    wrapped = {block: BlockSchedule(block, name, settings.mode, backend, shared) for name, block in found.items()}
-    for block in wrapped.values():
-        block._block_settings = settings
-    _replace(model, wrapped)
-    model.register_forward_pre_hook(CallPlans(settings), prepend=True, with_kwargs=True)
+    _wrap(model, found, settings, SharedCaptures())
     if args is not None or kwargs is not None:
         given = args if isinstance(args, tuple) else () if args is None else (args,)
-        try:
-            _plans(model).plan(model, (given, dict(kwargs or {})))
-        except BaseException:
-            unwrap(model)  # the model is as it was given
-            raise
+        _plan_now(model, (given, dict(kwargs or {})))
     else:
         _plan_when_called(model)
     return model
+
+
+def schedule_parts(model: nn.Module, example: Example, settings: Settings, why: str) -> Sequence[str]:
+    """Give schedules to the largest parts of ``model`` that can be captured, planned for this call of it.
+
+    Args:
+        why: the model as a whole has none.
+
+    Returns:
+        The parts' names; none if no part can be captured.
+
+    Raises:
+        InfeasibleError: no schedules fit; says what would.
+        Exception: what the model raises.
+    """
+    shared = SharedCaptures()
+    found, sharing = find_parts(model, example, settings.mode, shared, settings.sharing)
+    if found:
+        told = f"; planned: {in_words(model, found)}; all else runs as it is, because {why}"
+        _wrap(model, found, replace(settings, told=told, sharing=sharing), shared)
+        _plan_now(model, example)
+    return tuple(found)
+
+
+def _wrap(model: nn.Module, found: Mapping[str, nn.Module], settings: Settings, shared: SharedCaptures) -> None:
+    wrapped: dict[nn.Module, BlockSchedule] = {}
+    for name, block in found.items():
+        kind = ContainerSchedule if hasattr(type(block), "__getitem__") else BlockSchedule
+        wrapped[block] = kind(block, name, settings.mode, settings.backend, shared)
+        wrapped[block]._block_settings = settings
+    _replace(model, wrapped)
+    if settings.weights != "device":
+        may_stream(model, list(wrapped.values()), settings.sharing)
+    model.register_forward_pre_hook(CallPlans(settings), prepend=True, with_kwargs=True)
+
+
+def _plan_now(model: nn.Module, example: Example) -> None:
+    try:
+        _plans(model).plan(model, example)
+    except BaseException:
+        _take_off(model)  # the model is as it was given
+        raise
 
 
 def find_blocks(model: nn.Module, blocks: BlockNames) -> dict[str, nn.Module]:
@@ -108,6 +155,11 @@ def find_blocks(model: nn.Module, blocks: BlockNames) -> dict[str, nn.Module]:
     if not meant:
         raise UsageError("blocks has no module; give modules of the model, such as model.layers, or a pattern of names")
     found = {name: module for name, module in named.items() if name in meant}
+    if isinstance(model, ScheduleWrapper):
+        raise UsageError(
+            "the model has a schedule already, which its blocks would take no part in; take it off first: "
+            "monet_like.unwrap(model)"
+        )
     _check_apart(found, type(model).__name__)
     return found
 
@@ -167,17 +219,24 @@ def unwrap(model: nn.Module) -> nn.Module:
         model: what `auto_schedule` has returned, or a `ScheduleWrapper`.
 
     Returns:
-        The plain model, with the present parameters and buffers.
+        The plain model, with the present parameters and buffers; streamed weights are where they were before.
 
     Raises:
         UsageError: the blocks are sharded by ``fully_shard``, which keeps them.
     """
-    if isinstance(model, ScheduleWrapper):
-        plain: nn.Module = model._model
-        return plain
-    blocks = blocks_of(model)
-    if any(hasattr(parameter, "device_mesh") for block in blocks for parameter in block.parameters()):
+    if isinstance(model, ScheduleWrapper) and not isinstance(model, BlockSchedule):
+        model = model._model
+        if not blocks_of(model):
+            return model
+    if any(is_sharded(part) for block in blocks_of(model) for part in block.modules()):
         raise UsageError("the model's blocks are sharded by fully_shard; unwrap the model before, or build it anew")
+    return _take_off(model)
+
+
+def _take_off(model: nn.Module) -> nn.Module:
+    """Take the schedules off a model's blocks."""
+    blocks = blocks_of(model)
+    unstream(model, blocks)
     _replace(model, {block: block._model for block in blocks})
     for module in model.modules():
         for number in [number for number, hook in module._forward_pre_hooks.items() if isinstance(hook, CallPlans)]:
@@ -186,7 +245,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model
 
 
-def plan_and_keep(model: nn.Module, whole: WholeStep, settings: BlockSettings) -> BlockPlan:
+def plan_and_keep(model: nn.Module, whole: WholeStep, settings: Settings) -> BlockPlan:
     """Plan a step of the model whose blocks `schedule_blocks` has wrapped; `block_plan` returns it from then on."""
     blocks = tuple(blocks_of(model))
     if plans := plans_of(model):
@@ -236,20 +295,26 @@ def _plan_when_called(model: nn.Module) -> None:
     before: Callable[..., Any] | None = model._compiled_call_impl
     _waiting[model] = before
 
+    def first(module: Any, args: Any, kwargs: Any) -> None:
+        module._compiled_call_impl = before
+        try:
+            _plans(module).plan(module, (args, kwargs))
+            _waiting.pop(module, None)
+        except NoBlockCalled as error:  # it needs no plan
+            module._compiled_call_impl = planned_first
+            warn_caller(f"nothing is planned for this call, but for the next one: {error}")
+        except BaseException:
+            module._compiled_call_impl = planned_first
+            raise
+
     def call(*args: Any, **kwargs: Any) -> Any:
         module: Any = here()
-        if module.training and torch.is_grad_enabled():
+        trains = module.training and torch.is_grad_enabled() and not is_observed()
+        if trains and not is_for_shapes(tensors_of((args, kwargs))):
             _check_not_in_pipeline(type(module).__name__)
-            module._compiled_call_impl = before
-            try:
-                _plans(module).plan(module, (args, kwargs))
-                _waiting.pop(module, None)
-            except NoBlockCalled as error:  # it needs no plan
-                module._compiled_call_impl = planned_first
-                warn_caller(f"nothing is planned for this call, but for the next one: {error}")
-            except BaseException:
-                module._compiled_call_impl = planned_first
-                raise
+            with CAPTURING:
+                if module in _waiting:  # or else another thread has planned
+                    first(module, args, kwargs)
         return (before or module._call_impl)(*args, **kwargs)
 
     planned_first = torch.compiler.disable(call, reason="monet_like plans the schedules of blocks here")

@@ -20,7 +20,9 @@ _MOST = 16
 
 @dataclass(frozen=True)
 class Earlier:
-    """A program with its costs, and the schedules of its menu."""
+    """A program with its costs, and the schedules of its menu; none, if they are of the program with its gradients in
+    another order.
+    """
 
     ready: Prepared
     schedules: tuple[Schedule, ...]
@@ -42,8 +44,9 @@ class EarlierMenus:
         return next((menu for menu in reversed(self._menus) if _is_same(menu.ready.captured, captured)), None)
 
     def add(self, ready: Prepared, schedules: tuple[Schedule, ...]) -> None:
-        """Keep a menu."""
-        self._menus = [*self._menus, Earlier(ready, schedules)][-_MOST:]
+        """Keep a menu, in place of an earlier one of the same program."""
+        others = [menu for menu in self._menus if menu.ready.captured is not ready.captured]
+        self._menus = [*others, Earlier(ready, schedules)][-_MOST:]
 
     def clear(self) -> None:
         """Forget all of them."""

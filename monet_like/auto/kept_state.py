@@ -28,11 +28,13 @@ from ..replay.wrapper import ScheduleWrapper
 _LEFT_ALONE = (
     "monet_like", "torch._dynamo", "torch._inductor", "torch.fx", "torch.jit", "torch.utils.data", "torch.testing",
     "logging",
-    "threading", "weakref", "importlib", "_pytest", "unittest",
+    "threading", "importlib", "_pytest", "unittest",
 )  # fmt: skip
 #: Attributes that every module has: those of a block's wrapper that are not ours.
 _OF_MODULES = frozenset(vars(nn.Module()))
 _NONE: frozenset[str] = frozenset()
+#: Members of classes that PyTorch calls; Python calls those with two underscores.
+_CALLED = frozenset({"forward", "backward", "setup_context"})
 #: Hooks of all modules.
 _GLOBAL_HOOKS = [
     held for name, held in vars(torch_module).items() if name.startswith("_global_") and isinstance(held, dict)
@@ -65,18 +67,25 @@ class State:
             ]
 
     def put_back(self) -> str:
-        """Restore everything.
+        """Restore everything, also where Ctrl-C comes meanwhile.
 
         Returns:
             The class of an iterator that was advanced and cannot go back; "" if there is none.
         """
+        try:
+            self._put_all_back()
+        except KeyboardInterrupt:
+            self._put_all_back()
+            raise
+        advanced = (held for held, copy in self._copies if held.drawn and held.changed("", copy))
+        return next((type(holder.held).__name__ for holder in advanced), "")
+
+    def _put_all_back(self) -> None:
         with torch.no_grad():
             for holder, copy in self._copies:
                 holder.put_back(copy)
             for memory in self._memory.values():
                 memory.put_back()
-        advanced = (held for held, copy in self._copies if held.drawn and held.changed("", copy))
-        return next((type(holder.held).__name__ for holder in advanced), "")
 
     def _new(self, value: Any) -> bool:
         return id(value) not in self._seen and form_of_plain(value) is None
@@ -108,6 +117,8 @@ class State:
             yield from _attributes(value)
         elif isinstance(value, nn.Module):
             yield Attributes(value, value.__dict__)
+            if isinstance(value, torch.jit.ScriptModule):
+                yield _Scripted(value, None)
             self._keep_class(type(value))
         elif isinstance(value, types.FunctionType):
             self._keep_globals(value)
@@ -134,6 +145,7 @@ class State:
     def _keep_class(self, of: type) -> None:
         for base in of.__mro__:
             if _is_users(base.__module__, getattr(sys.modules.get(base.__module__), "__file__", None)):
+                self._names.update(name for name, member in vars(base).items() if _is_called(name, member))
                 self._keep_variables(base, vars(base))
 
     def _keep_globals(self, function: types.FunctionType) -> None:
@@ -164,6 +176,12 @@ def _is_users(module: str | None, file: str | None) -> bool:
     return not is_library(module) and not any(folder in str(file) for folder in ("site-packages", "dist-packages"))
 
 
+def _is_called(name: str, member: Any) -> bool:
+    """Whether a member of a class is a function that runs without being named in the user's code."""
+    called = name in _CALLED or (name.startswith("__") and name.endswith("__"))
+    return called and isinstance(member, types.FunctionType | staticmethod | classmethod)
+
+
 def _names(code: types.CodeType) -> Iterator[str]:
     """Names of variables and attributes in a function and in those that it defines."""
     yield from code.co_names
@@ -188,6 +206,18 @@ class _Hooks(Attributes):
 
     def now(self) -> dict[str, Any]:
         return {name: value for name, value in self.mapping.items() if name in _OF_MODULES or name == "_model"}
+
+
+class _Scripted(Attributes):
+    """What a module in TorchScript holds outside of Python: tensors, numbers and lists; and its parts."""
+
+    def now(self) -> dict[str, Any]:
+        module = self.held._c
+        kind: Any = torch._C.ConcreteModuleType.from_jit_type(module._type())
+        return dict(self.held.named_children()) | {name: module.getattr(name) for name in kind.get_attributes()}
+
+    def _set(self, name: str, value: Any) -> None:
+        self.held._c.setattr(name, value)
 
 
 def _of_tensor(tensor: torch.Tensor) -> Iterator[Any]:
@@ -234,7 +264,8 @@ class _Tensor(Holder):
 
 
 def _place(tensor: torch.Tensor) -> Any:
-    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+    lies = None if tensor.is_nested else (tensor.storage_offset(), tensor.shape, tensor.stride())
+    return tensor.untyped_storage()._cdata, lies, tensor.dtype
 
 
 class _Memory:

@@ -13,8 +13,8 @@ from torch import nn
 from ..errors import UsageError
 from ..replay.checks.one_pass import apart
 from .block import blocks_of
-from .block_plan import BlockPlan
 from .blocks import plan_and_keep, plan_no_more
+from .promise import BlockPlan
 from .rehearsal.memory import WholeStep
 
 

@@ -2,51 +2,39 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
+import datetime
 import os
 import re
 import time
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
 
 import torch
 
 from ..capture.captured import Captured
 from ..capture.example_inputs import input_specs, specs_in_words
-from ..capture.trees import flattened
-from ..compiler.pipeline import compile_prepared, make_record, prepare
+from ..capture.precision import weights_layout
+from ..compiler.pipeline import QUICK_SECONDS, compile_prepared, make_record, prepare
 from ..compiler.prepared import Prepared
 from ..compiler.progress import Progress, announce
 from ..compiler.request import Request, captured_for, in_autograd_order
-from ..compiler.sources import Cached, keep
+from ..compiler.sources import Cached
 from ..errors import InfeasibleError, OutOfMemory, ProfileError, ScheduleFileError, SolverError
-from ..files import cache_folder
 from ..ir.schedule_file import PLAIN, ScheduleRecord
 from ..ir.simulate import simulate
+from ..ir.step import Point
 from ..ir.units import Budget, format_apart, format_seconds
 from ..plan import Plan, store_all
+from ..plan.step.menus import point_of
+from ..profile.cublas import schedule_multiplies
 from ..profile.devices import device_name
 from ..profile.settings import settings_digest
 from ..replay.checks.compatibility import exceeds, has_liger
-from .earlier_menus import EarlierMenus
-
-
-@dataclass(frozen=True)
-class WholeSettings:
-    """The arguments of `monet_like.auto_schedule` for a whole model."""
-
-    budget: Budget
-    mode: str
-    solver: str
-    time_limit_seconds: float
-    gap: float
-    optimizer: str
-    effort: str = "full"
-    lengths: tuple[int, ...] = ()
-    optimizer_in_backward: bool = False
-    on_new_input: str = "plan"
-    earlier: EarlierMenus = field(default_factory=EarlierMenus, compare=False, repr=False)
+from .kept_pieces import KeptPiece, keep_costs
+from .kept_plans import REFINED, KeptPlan, StepKey, digest_of
+from .planning import Settings
+from .rehearsal.plain import plain_peak
 
 
 def is_of(record: ScheduleRecord, captured: Captured, device: torch.device) -> bool:
@@ -56,37 +44,73 @@ def is_of(record: ScheduleRecord, captured: Captured, device: torch.device) -> b
     return record.is_plain or not exceeds(record, captured, record.model, device)
 
 
-def plan_or_load(
-    request: Request, settings: WholeSettings, device: torch.device, captured: Captured, verbose: bool | None
-) -> ScheduleRecord:
-    """Load the schedule from the cache, or plan it."""
+def plan_or_load(request: Request, settings: Settings, device: torch.device, captured: Captured) -> ScheduleRecord:
+    """Load the schedule from the cache, or plan it.
+
+    On each machine only one process replaces a quick plan of an earlier start by a full one. The others take what is
+    there: where they wait for the first, as in ``examples/dist_training.py``, its plan.
+    """
     started = time.monotonic()
-    digest = _digest(request, settings.budget, device)
-    whole, first = (cache_folder() / f"schedule_{digest}{suffix}.pkl" for suffix in ("", "_quick"))
-    found, place = _kept(whole, request, captured, device), whole
-    began = _kept(first, request, captured, device) if settings.effort != "full" else None
-    if found is None and not _refines(first, settings):
-        found, place = began, first
-    if found is not None:
-        _tell(found, f"from {place}", verbose)
-        return found
-    quick = settings.effort == "quick" or (settings.effort == "auto" and began is None)
-    record = _compiled(request, settings, device, captured, verbose, quick=quick)
-    place = first if quick else whole
-    keep(record, place)
-    if quick:
-        _planned_here.add(place)
-    how = f"{format_seconds(time.monotonic() - started)}{_REFINED if quick and settings.effort == 'auto' else ''}"
-    _tell(record, f"planned in {how}, kept in {place}", verbose)
+    if _local_rank() and settings.refines:
+        settings = replace(settings, effort="quick")
+    inputs, layout = input_specs(*request.example), weights_layout(request.model)
+    piece = digest_of(captured, request.autocast, layout, inputs)
+    plain = cache(partial(plain_peak, request, captured))
+    key = _key(request, settings, device, piece, plain() if settings.budget.share else None)
+
+    def fits(kept: KeptPlan) -> bool:
+        (record,) = kept.records if len(kept.records) == 1 else (None,)
+        if record is None or not is_of(record, captured_as(record, request, captured), device):
+            raise ScheduleFileError(f"the file has no schedule that fits the program of {request.expression}")
+        return True
+
+    def kept(settings: Settings) -> ScheduleRecord | None:
+        if (found := key.find(settings, fits, f"{request.expression} is")) is None:
+            return None
+        (record,), place = found[0].records, found[1]
+        assert record is not None
+        _tell(record, f"from {place}", settings.verbose)
+        return record
+
+    if (record := kept(settings)) is not None:
+        return record
+    quick = settings.quick and not key.refines(settings)
+
+    def keep_named(record: ScheduleRecord, point: Point) -> None:
+        named = replace(settings, budget=Budget(record.budget_bytes))
+        _key(request, named, device, piece, None).keep(_alone(record, point), quick=True)
+
+    try:
+        record, point = _compiled(request, settings, device, captured, piece, plain, keep_named, quick=quick)
+    except InfeasibleError:
+        if not quick and (record := kept(replace(settings, effort="quick"))) is not None:
+            return record  # the search for a better one has found none that fits
+        raise
+    place = key.keep(_alone(record, point), quick=quick)
+    how = f"{format_seconds(time.monotonic() - started)}{REFINED if quick and settings.refines else ''}"
+    _tell(record, f"planned in {how}, kept in {place}", settings.verbose)
     return record
 
 
-def _kept(path: Path, request: Request, captured: Captured, device: torch.device) -> ScheduleRecord | None:
-    """The schedule in a file of the cache, if there is one that fits this program."""
-    with contextlib.suppress(ScheduleFileError):  # none is there, or a damaged one
-        record = ScheduleRecord.load(path)
-        return record if is_of(record, captured_as(record, request, captured), device) else None
-    return None
+def _key(request: Request, settings: Settings, device: torch.device, piece: str, plain: int | None) -> StepKey:
+    """That of a step of one piece, which is all of it.
+
+    ``plain``: the peak of which the budget is a share; models with one program may have others.
+    """
+    asked = (
+        settings.budget.bytes or settings.budget.share, request.mode, request.solver.upper(), request.gap,
+        request.time_limit_seconds, request.optimizer, request.optimizer_in_backward, plain,
+    )  # fmt: skip
+    return StepKey(((piece, ""),), (1,), (), 0, asked, (device_name(device), settings_digest(device)))
+
+
+def _alone(record: ScheduleRecord, point: Point) -> KeptPlan:
+    """The plan of a step whose only piece follows this schedule."""
+    return KeptPlan(
+        datetime.date.today().isoformat(), record.budget_bytes, record.peak_bytes, record.plain_peak_bytes,
+        record.plain_seconds, record.cublas_bytes, 1, 0, (point,), (record,),
+        "optimal" if record.status == "optimal" else "feasible", record.bound_seconds or 0.0,
+    )  # fmt: skip
 
 
 def captured_as(record: ScheduleRecord, request: Request, captured: Captured) -> Captured:
@@ -96,20 +120,6 @@ def captured_as(record: ScheduleRecord, request: Request, captured: Captured) ->
     if not record.made_last:
         return in_autograd_order(request, captured)
     return captured_for(replace(request, made_last=record.made_last, liger=has_liger(record)), request.example)
-
-
-#: What is said of a quick plan.
-_REFINED = " (quickly; all is measured and refined at the next start, or now with effort='full')"
-#: Quick plans that this process has made: to call again is no new start.
-_planned_here: set[Path] = set()
-
-
-def _refines(first: Path, settings: WholeSettings) -> bool:
-    """Whether this process replaces a quick plan by a full one: at a new start, and on each machine only one process.
-
-    The others take what is there: where they wait for the first, as in ``examples/dist_training.py``, its plan.
-    """
-    return settings.effort == "auto" and first not in _planned_here and _local_rank() == 0
 
 
 def _local_rank() -> int:
@@ -123,47 +133,64 @@ def _local_rank() -> int:
 
 def _compiled(
     request: Request,
-    settings: WholeSettings,
+    settings: Settings,
     device: torch.device,
     captured: Captured,
-    verbose: bool | None,
+    piece: str,
+    counted: Callable[[], int | None],
+    keep_named: Callable[[ScheduleRecord, Point], None],
     *,
     quick: bool,
-) -> ScheduleRecord:
+) -> tuple[ScheduleRecord, Point]:
     """Plan, with what the store of this device knows; what is measured completely is kept there.
 
     Plain PyTorch's own step is the plan where it fits and no schedule does. Schedules need a little more than it at
     some moments: of a convolution they make the weight's gradient first, PyTorch the input's.
+
+    Args:
+        counted: plain PyTorch's peak, see `plain_peak`; where it is None the program tells.
+        keep_named: keeps the plan for the budget that an error names.
 
     Raises:
         InfeasibleError: nothing fits.
         ProfileError: an operator could not be measured.
     """
     source, budget = Cached.of(device), settings.budget
+    eager = counted()
+    limit = budget.limit if eager is None else budget.of(eager)
     earlier = settings.earlier.alike(captured) if quick else None
+    known = KeptPiece.of(piece, device).profile(device, source.known) if quick else source.known
     try:
-        with Progress(quiet=verbose is False) as progress:
+        with Progress(quiet=settings.verbose is False) as progress:
             ready = prepare(
-                request, device, profile=source.known, save_profile=source.save, progress=progress.profiling,
-                captured=captured, budget=None if budget.share >= 1 else budget.limit, quick=quick,
+                request, device, profile=known, save_profile=source.save, progress=progress.profiling,
+                captured=captured, budget=None if budget.share >= 1 else limit, quick=quick,
                 earlier=earlier.ready if earlier else None,
             )  # fmt: skip
+            progress.at("plan", most=QUICK_SECONDS if quick else settings.time_limit_seconds)
             try:
                 ready, found = compile_prepared(
-                    request, ready, budget.limit, device, quick=quick, save_profile=source.save,
+                    request, ready, limit, device, quick=quick, save_profile=source.save,
                     progress=progress.profiling,
                     plan_progress=progress.planning,
                 )  # fmt: skip
-                if quick:
+                if quick and earlier is None:
+                    keep_costs(piece, device, ready)
+                    if ready.captured is not captured:  # it has the costs of both orders of gradients
+                        settings.earlier.add(replace(ready, captured=captured), ())
                     settings.earlier.add(ready, (found.record.schedule,))
-                return found.record
+                record = replace(found.record, plain_peak_bytes=eager or ready.plain.peak_bytes)
+                return record, _point(ready, record)
             except (InfeasibleError, SolverError) as error:
-                error.plain_peak_bytes = ready.plain.peak_bytes
-                limit = budget.of(ready.plain.peak_bytes)
-                if limit < ready.plain.peak_bytes:
+                plain = error.plain_peak_bytes = eager or ready.plain.peak_bytes
+                if budget.of(plain) < plain:
                     raise
-                return _plain_record(request, ready, limit)
+                record = _plain_record(request, ready, budget.of(plain), plain)
+                return record, _point(ready, record)
     except (InfeasibleError, SolverError) as error:
+        error.plain_peak_bytes = eager or error.plain_peak_bytes
+        if (named := _named(request, error)) is not None:
+            keep_named(*named)
         raise _in_words(error, request, budget, quick=quick) from None
     except OutOfMemory as error:
         tried = re.search(r"[Tt]ried to allocate ([\d.]+ ?\w+)", error.told)
@@ -174,13 +201,39 @@ def _compiled(
         ) from error
 
 
-def _plain_record(request: Request, ready: Prepared, limit: int) -> ScheduleRecord:
-    """The record of plain PyTorch's own step."""
+def _named(request: Request, error: InfeasibleError | SolverError) -> tuple[ScheduleRecord, Point] | None:
+    """The plan for the memory that an error names; None if it has none."""
+    ready, peak = error.found_for, error.smallest_bytes
+    if ready is None or peak is None or error.smallest is None or error.plain_peak_bytes is None:
+        return None
+    program, extra = ready.captured.program, ready.extra_bytes
+    if schedule_multiplies(program, error.smallest):
+        extra += ready.variants_cublas_bytes
+    report = simulate(program, error.smallest, ready.costs, extra_bytes=extra)
+    if report.peak_bytes > peak:
+        return None
+    record = make_record(request, ready, Plan(error.smallest, report, "feasible"), peak)
+    record = replace(record, plain_peak_bytes=error.plain_peak_bytes)
+    return record, _point(ready, record)
+
+
+def _point(ready: Prepared, record: ScheduleRecord) -> Point:
+    return point_of(ready.captured.program, record.schedule, ready.costs)
+
+
+def _plain_record(request: Request, ready: Prepared, limit: int, peak_bytes: int) -> ScheduleRecord:
+    """The record of plain PyTorch's own step, whose peak is given."""
     schedule = store_all(ready.captured.program)
     report = simulate(ready.captured.program, schedule, ready.costs, extra_bytes=ready.extra_bytes)
     record = make_record(request, ready, Plan(schedule, report, "feasible"), limit)
-    plain = ready.plain
-    return replace(record, peak_bytes=plain.peak_bytes, seconds=plain.seconds, solver=PLAIN)
+    return replace(
+        record,
+        peak_bytes=peak_bytes,
+        plain_peak_bytes=peak_bytes,
+        seconds=ready.plain.seconds,
+        solver=PLAIN,
+        run_bytes=(),
+    )
 
 
 def _in_words(
@@ -192,10 +245,11 @@ def _in_words(
         error: as the planner raises it.
         quick: the plan was to be quick.
     """
-    step, smallest, least = "", None, None
+    step, smallest, least = "", error.smallest_bytes, None
     if isinstance(error, InfeasibleError):
-        step, smallest, least = error.step, error.smallest_bytes, error.least_bytes
+        step, least = error.step, error.least_bytes
     plain = error.plain_peak_bytes
+    smallest = min((each for each in (smallest, plain) if each is not None), default=None)
     given = budget.bytes if plain is None else budget.of(plain)
     counts = {"given": given, "plain": plain, "least": least, "smallest": smallest}
     known = {name: count for name, count in counts.items() if count is not None}
@@ -209,14 +263,20 @@ def _in_words(
         said.append(
             f"{step or 'what is resident'} alone needs {shown['least']}, parameters, inputs and results included"
         )
-    if smallest is not None:
-        said.append(f"the least that was found is {shown['smallest']}{f', which {step} needs' if step else ''}")
     proven = isinstance(error, InfeasibleError) and error.proven
     searched = "" if proven or not quick else ", effort='full', which searches for longer,"
-    said.append(f"give auto_schedule a larger memory_budget{searched} or smaller inputs")
+    enough = "a larger memory_budget"
+    if smallest is not None:
+        enough = f"memory_budget={smallest} ({shown['smallest']}), for which a plan was found{'' if searched else ','}"
+    said.append(f"give auto_schedule {enough}{searched} or smaller inputs")
     found = InfeasibleError("; ".join(said), smallest, step, proven=proven, least_bytes=least)
     found.plain_peak_bytes = plain
     return found
+
+
+#: What is said of a plan that saves no memory.
+_NO_LESS = "; plain PyTorch would do: it needs no more memory"
+_MORE = "; that is more than plain PyTorch takes: memory_budget='100%' plans within its memory"
 
 
 def _tell(record: ScheduleRecord, source: str, verbose: bool | None) -> None:
@@ -227,40 +287,9 @@ def _tell(record: ScheduleRecord, source: str, verbose: bool | None) -> None:
     if record.is_plain:
         would_do = "; no schedule fits, so the step is plain PyTorch's own"
     elif record.peak_bytes >= record.plain_peak_bytes:
-        would_do = "; plain PyTorch would do: it needs no more memory"
+        would_do = _MORE if record.peak_bytes > record.plain_peak_bytes else _NO_LESS
     announce(
         f"{record.model}: peak {peak} instead of {plain}, step {format_seconds(record.seconds)} instead of "
         f"{format_seconds(record.plain_seconds)} (predicted){gap}{would_do}; {source}; costs: {record.note}",
         verbose,
     )
-
-
-def _digest(request: Request, budget: Budget, device: torch.device) -> str:
-    """A digest of all that a plan depends on: structure, shapes, budget, settings and versions. Needs no tracing."""
-    digest = hashlib.sha256()
-    for name, tensor in (*request.model.named_parameters(), *request.model.named_buffers()):
-        digest.update(f"{name}{tuple(tensor.shape)}{tensor.stride()}{tensor.dtype}{tensor.requires_grad}".encode())
-    digest.update("".join(f"{type(m).__name__}{m.training}{m.extra_repr()}" for m in request.model.modules()).encode())
-    exact = [name for name, module in request.model.named_modules() if getattr(module, "no_dropit", False)]
-    digest.update(repr(exact).encode() if exact else b"")
-    for leaf in flattened(request.example)[0]:
-        is_tensor = isinstance(leaf, torch.Tensor)
-        digest.update(
-            f"{tuple(leaf.shape)}{leaf.stride()}{leaf.dtype}{leaf.requires_grad}".encode()
-            if is_tensor
-            else repr(leaf).encode()
-        )
-    rest = (
-        budget.bytes or budget.share,
-        request.mode,
-        request.optimizer,
-        request.optimizer_in_backward,
-        request.gap,
-        request.solver.upper(),
-        request.time_limit_seconds,
-        device_name(device),
-        request.autocast,
-        settings_digest(device),
-    )
-    digest.update(repr(rest).encode())
-    return digest.hexdigest()[:24]

@@ -17,11 +17,13 @@ import torch.fx.traceback
 import torch.utils._pytree as pytree
 from torch import fx, nn
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd.function import BackwardCFunction
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import CaptureError, UsageError
+from .replaced import replaced
 
 #: A kind, and which of the marks of that kind it is.
 Mark = tuple[str, int]
@@ -42,8 +44,10 @@ _OVERLAPPING = frozenset({"gru", "gru_cell"})
 _NOISY = frozenset({"alpha_dropout"})
 #: Operators of which every element is rounded alike, wherever it lies.
 _EXACT = frozenset({"add", "sub", "mul", "clone"})
-#: In-place operators of Python, such as ``+=``.
-_AUGMENTED = frozenset(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "div", "pow", "and", "or", "xor"))
+#: Methods that Python calls for ``+=`` and its kin, and for ``x[0] = y``.
+_BY_SYNTAX = frozenset(
+    (*(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "div", "pow", "and", "or", "xor")), "__setitem__")
+)
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -129,8 +133,36 @@ def layer_of(node: fx.Node) -> str | None:
     return found
 
 
-class InPlaceCalls(TorchFunctionMode):
+class NotedInPlace(TorchFunctionMode):
     """Notes on traced nodes that they come from an in-place call, such as ``x += y`` or ``relu(x, inplace=True)``."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        mode = get_proxy_mode() if changes_its_first(func, kwargs) else None
+        if mode is None:
+            return func(*args, **kwargs)
+        last = next(iter(reversed(mode.tracer.graph.nodes)), None)
+        result = func(*args, **kwargs)
+        for node in itertools.takewhile(lambda node: node is not last, reversed(mode.tracer.graph.nodes)):
+            node.meta[_IN_PLACE_KEY] = True
+        return result
+
+
+def noted_in_custom_backwards() -> contextlib.AbstractContextManager[None]:
+    """Note in-place calls in the backward of custom functions, too, while a model is traced."""
+    own = BackwardCFunction.apply
+
+    def apply(context: Any, *gradients: Any) -> Any:
+        with NotedInPlace():
+            return own(context, *gradients)
+
+    return replaced(BackwardCFunction, apply=apply)
+
+
+class InPlaceCalls(NotedInPlace):
+    """`NotedInPlace` in a forward; refuses calls that no trace can have."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -159,10 +191,7 @@ class InPlaceCalls(TorchFunctionMode):
         if getattr(func, "__name__", "") in _NOISY:
             with torch.fx.traceback.annotate({_NOISE_KEY: True}):
                 return func(*args, **kwargs)
-        if not changes_its_first(func, kwargs):
-            return func(*args, **kwargs)
-        with torch.fx.traceback.annotate({_IN_PLACE_KEY: True}):
-            return func(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 class _Layouts(TorchDispatchMode):
@@ -215,14 +244,14 @@ def is_held(node: fx.Node) -> bool:
 
 
 def changes_its_first(func: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of this function changes its first argument: ``relu_``, ``__iadd__``, ``relu(inplace=True)``."""
+    """Whether a call of this function changes its first argument: ``relu_``, ``+=``, ``relu(inplace=True)``."""
     name = getattr(func, "__name__", "")
-    return (name in _AUGMENTED if name.endswith("__") else name.endswith("_")) or kwargs.get("inplace") is True
+    return (name in _BY_SYNTAX if name.endswith("__") else name.endswith("_")) or kwargs.get("inplace") is True
 
 
 def called_in_place(node: fx.Node) -> bool:
     """Whether a node was traced in an in-place call."""
-    return bool((node.meta.get("custom") or {}).get(_IN_PLACE_KEY))
+    return bool(node.meta.get(_IN_PLACE_KEY))
 
 
 def fills_with_noise(node: fx.Node) -> bool:

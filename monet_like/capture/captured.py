@@ -153,6 +153,7 @@ class Captured:
         changed: residents whose contents are others when the forward has ended.
         effects: what the forward sets beside its results.
         made_to_require: positions among ``inputs`` of those on which the forward calls ``requires_grad_``.
+        buffers_made_to_require: indices into ``parameters`` of buffers on which it does so.
         answers: to the questions about values that the forward asks; with others it is another program.
         examples: by value, what tensors in its memory were at the capture that decide sizes: the program's costs are
             for these.
@@ -187,6 +188,7 @@ class Captured:
     changed: frozenset[int] = frozenset()
     effects: Effects | None = None
     made_to_require: tuple[int, ...] = ()
+    buffers_made_to_require: tuple[int, ...] = ()
     answers: tuple[Answer, ...] = ()
     examples: Mapping[int, Sequence[tuple[Tensor, torch.Tensor]]] = field(default_factory=dict)
 

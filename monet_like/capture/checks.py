@@ -23,22 +23,14 @@ _OF_LABELS = frozenset({"torchvision", "fastai", "monai"})
 
 
 def check_initialized(model: nn.Module, *, planned: bool = False) -> None:
-    """Refuse a model whose parameters or buffers have no shapes yet, or no memory, or that has parts in TorchScript.
+    """Refuse a model whose parameters or buffers have no shapes yet, or no memory.
 
     Args:
         planned: for a device that is not here: no memory is needed.
 
     Raises:
-        UsageError: a lazy module has not seen an input yet, a tensor is on the meta device, or a module was scripted or
-            traced.
+        UsageError: a lazy module has not seen an input yet, or a tensor is on the meta device.
     """
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise UsageError(
-                f"{name or 'the model'} is in TorchScript (torch.jit.script, trace or load), whose layers cannot be "
-                "captured; give the module that it was made from, or leave it as it is and give schedules to other "
-                "parts of the model: monet_like.auto_schedule(model, blocks=...)"
-            )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if not planned and not is_lazy(tensor) and tensor.is_meta:
             raise UsageError(
@@ -51,6 +43,25 @@ def check_initialized(model: nn.Module, *, planned: bool = False) -> None:
             raise UsageError(
                 f"{name or type(model).__name__} is a lazy module whose parameters have no shapes yet; call the model "
                 "once on an example first"
+            )
+
+
+class Scripted(CaptureError, UsageError):
+    """A model has a part in TorchScript, and the module that it was made from may be given instead."""
+
+
+def check_unscripted(model: nn.Module, name: str = "") -> None:
+    """Refuse a model, or a block of this name, that has parts in TorchScript.
+
+    Raises:
+        Scripted: a module was scripted or traced.
+    """
+    for path, module in model.named_modules(prefix=name):
+        if isinstance(module, torch.jit.ScriptModule):
+            raise Scripted(
+                f"{path or 'the model'} is in TorchScript (torch.jit.script, trace or load), whose layers cannot be "
+                "captured; give the module that it was made from, or leave it as it is and give schedules to other "
+                "parts of the model: monet_like.auto_schedule(model, blocks=...)"
             )
 
 
@@ -147,7 +158,7 @@ def attributes_of(tensor: torch.Tensor) -> tuple[str, ...]:
 
 
 def check_arguments(model: nn.Module, arguments: Iterable[Any]) -> None:
-    """Refuse inputs whose class decides what operators compute, and sparse ones: a schedule computes with plain
+    """Refuse inputs whose class decides what operators compute, nested and sparse ones: a schedule computes with plain
     tensors.
 
     Raises:
@@ -159,7 +170,13 @@ def check_arguments(model: nn.Module, arguments: Iterable[Any]) -> None:
                 f"an input of {type(model).__name__} is a {type(leaf).__name__}, which decides itself what operators "
                 "compute, and a schedule computes with plain tensors; give x.as_subclass(torch.Tensor)"
             )
-        if isinstance(leaf, torch.Tensor) and leaf.layout not in (torch.strided, torch.jagged):
+        if isinstance(leaf, torch.Tensor) and leaf.is_nested:
+            raise CaptureError(
+                f"an input of {type(model).__name__} is a nested tensor, whose parts differ in length, and a schedule "
+                "computes with tensors that have one shape; give a padded tensor and a mask, or give the parts of the "
+                "model that take no nested tensors schedules of their own (monet_like.auto_schedule(model, blocks=...))"
+            )
+        if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
             raise CaptureError(
                 f"an input of {type(model).__name__} is of layout {leaf.layout}, and a schedule computes with tensors "
                 "that have strides; give x.to_dense(), or give the parts of the model that take no sparse tensors "

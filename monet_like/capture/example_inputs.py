@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import ScheduleFileError, UsageError
 from ..ir.schedule_file import InputSpec
+from ..runtime.streamed_weights import computed_on
 from .captured import fake_mode
 from .precision import LAYOUTS, in_layout, layout_of
 from .trees import map_tensors, tensors_of
@@ -82,8 +84,13 @@ def device_of(module: nn.Module, example: Example | None = None) -> torch.device
     """
     own = next(chain(module.parameters(), module.buffers()), None)
     if own is not None:
-        return own.device
+        return computed_on(own)
     return next((tensor.device for tensor in tensors_of(example)), torch.device("cpu"))
+
+
+def is_for_shapes(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether a call gets tensors on meta or fake ones: nothing is computed, and no memory taken."""
+    return any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors)
 
 
 def example_of(inputs: Sequence[InputSpec], device: torch.device) -> Example:
@@ -109,10 +116,15 @@ def _empty(spec: InputSpec, device: torch.device) -> torch.Tensor:
         raise ScheduleFileError(f"the schedule's input {specs_in_words((spec,))} cannot be made: {error}") from None
 
 
+def extents_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape of a tensor; of a nested one, whose parts differ in theirs, the number of its elements."""
+    return (tensor.numel(),) if tensor.is_nested else tuple(map(int, tensor.shape))
+
+
 def input_spec(tensor: torch.Tensor) -> InputSpec:
     """The description of an input in a schedule file: shape, dtype, ``requires_grad`` and memory layout."""
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return InputSpec(tuple(map(int, tensor.shape)), dtype, tensor.requires_grad, layout_of(tensor))
+    return InputSpec(extents_of(tensor), dtype, tensor.requires_grad, layout_of(tensor))
 
 
 def input_specs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[InputSpec, ...]:

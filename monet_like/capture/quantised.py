@@ -91,6 +91,19 @@ def check_quantised(model: nn.Module, target: torch.device | None) -> None:
             )
 
 
+def is_quantised(model: nn.Module) -> bool:
+    """Whether all weights are that a layer of bitsandbytes quantises when they are moved to a device."""
+    four = (
+        getattr(layer.weight, "quant_state", None) or getattr(layer, "quant_state", None)
+        for _, layer in _layers(model, "Linear4bit")
+    )
+    eight = (
+        layer.state.has_fp16_weights or layer.state.CB is not None or layer.weight.CB is not None
+        for _, layer in _layers(model, "Linear8bitLt")
+    )  # fmt: skip
+    return all(four) and all(eight)
+
+
 def int8_weights(model: nn.Module) -> frozenset[str]:
     """Names of the int8 weights that bitsandbytes casts to another dtype and scales in place whenever it needs them."""
     return frozenset(f"{name}.weight".lstrip(".") for name, _ in _layers(model, "Linear8bitLt"))

@@ -16,7 +16,6 @@ import torch
 from ..capture.captured import Captured
 from ..compiler.costs import extended, measured_costs, profile_batch, to_profile, usable
 from ..compiler.prepared import Prepared, prepared
-from ..compiler.problem import Problem, example_for
 from ..compiler.request import Request, captured_for
 from ..compiler.sources import capability_of
 from ..errors import ProfileError, UsageError
@@ -24,15 +23,14 @@ from ..ir.profile_file import Profile
 from ..ir.program import Cost
 from ..ir.simulate import Report, simulate
 from ..ir.units import format_bytes
-from ..plan.budgets import fits
+from ..plan.budgets import fits, largest_size
 from ..profile.cublas import measured_bytes, multiplies
 from ..profile.devices import DEVICES, DeviceLimits, device_name
 from ..profile.profiler import Progress
 from ..profile.roofline import roofline
 from ..profile.scaling import matched, on_line
+from .problem import Problem, example_for
 
-#: Largest batch that is tried.
-MOST_BATCH = 1 << 20
 #: Batches below the largest that fits divided by this are tried only if the best one turns out to be there.
 SPAN = 16
 #: How often the batches beside the best one are tried.
@@ -157,18 +155,15 @@ class Batches:
         return measured_costs(request, captured, self.problem.device)
 
 
-def largest_power(fitting: Callable[[int], bool], budget_bytes: int) -> int:
-    """The largest power of two for which ``fitting`` is true.
+def largest_fitting(fitting: Callable[[int], bool], budget_bytes: int, *, powers: bool = False) -> int:
+    """As `monet_like.plan.budgets.largest_size`.
 
     Raises:
-        UsageError: not even a batch of 1 does.
+        UsageError: not even a batch of 1 fits.
     """
-    if not fitting(1):
+    if not (most := largest_size(fitting, powers=powers)):
         raise UsageError(f"not even a batch of 1 fits into {format_bytes(budget_bytes)}")
-    low = 1
-    while low < MOST_BATCH and fitting(2 * low):
-        low *= 2
-    return low
+    return most
 
 
 @dataclass(frozen=True)
@@ -216,7 +211,7 @@ class Tuner:
             program, costs = self.batches.captured(batch).program, self.batches.estimated(batch)
             return fits(program, costs, self.budget_bytes, extra_bytes=self.batches.extra_bytes(batch)) is not None
 
-        return largest_power(fitting, self.budget_bytes)
+        return largest_fitting(fitting, self.budget_bytes, powers=True)
 
     def search(self, most: int) -> None:
         """Try powers of two up to ``most`` and one beyond, then batches around the best, repeatedly."""

@@ -24,7 +24,6 @@ from ..capture.example_inputs import Example
 from ..capture.trees import tensors_of
 from ..compiler.pipeline import make_record, plan_for
 from ..compiler.prepared import Prepared
-from ..compiler.problem import Problem, read_problem
 from ..errors import UsageError
 from ..ir.frames import frame_of
 from ..ir.program import Program
@@ -38,6 +37,7 @@ from ..replay.verify.steps import real_example, same_step, step_peak, step_secon
 from ..replay.wrapper import ScheduleWrapper
 from .output import check_results, write_table
 from .prepare import job_of, source_of
+from .problem import Problem, read_problem
 from .terminal import Terminal, aligned_table
 
 
@@ -110,6 +110,7 @@ def benchmark(
     ready = job_of(terminal, problem, source).ready
     with terminal.progress() as progress:
         limit = _limit(ready, problem, budget)
+        progress.at("plan", most=problem.request.time_limit_seconds)
         started = time.perf_counter()
         found = plan_for(ready, problem.request, limit, progress=progress.planning)
         seconds = time.perf_counter() - started

@@ -18,10 +18,12 @@ from .options import (
     gap_option,
     input_shape_option,
     json_option,
+    model_of_file_option,
     optimizer_option,
     planning_options,
     precision_options,
     problem_arguments,
+    profile_of_file_option,
     profile_option,
     threads_option,
     time_limit_option,
@@ -85,7 +87,8 @@ if TYPE_CHECKING:
 def solve_command(**options: Any) -> None:
     """Find the fastest training step of MODEL at BATCH that fits BUDGET, and write a schedule file.
 
-    BUDGET is a number of GB (10), an amount with its unit (565MB) or a share of plain PyTorch's peak (60%).
+    BUDGET is a number of GB (10), an amount with its unit (565MB), a share of plain PyTorch's peak (60%), or card: what
+    is free on the GPU, less 5 % of it and at least 1 GB.
     MODEL is a dotted call with literal arguments ("torchvision.models.resnet18(num_classes=10)"), unet, nasnet,
     amoebanet, darts, or path/to/file.py:make_model (or the class of a module). MODE is some of the words inplace, conv,
     multiway, newnode, normal, joined by "_"; dropit0.9, lowp16 and lowp8 admit inexact gradients, offload copies on the
@@ -312,13 +315,7 @@ def inspect_command(file: Path, csv_file: Path | None, terminal: Terminal) -> No
 
 @main.command("report", cls=Command, context_settings=CONTEXT)
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option(
-    "--model",
-    help=(
-        "MODEL that FILE was solved for, such as net.py:make_model.  [default: what FILE says, where that is a net of "
-        "torchvision or of this package]"
-    ),
-)
+@model_of_file_option
 @click.option(
     "--out", type=click.Path(path_type=Path), help="Page to write, such as mine.html.  [default: FILE with .html]"
 )
@@ -336,15 +333,7 @@ def inspect_command(file: Path, csv_file: Path | None, terminal: Terminal) -> No
     help="Run real steps; what is measured stands first, beside what was predicted.  [default: off]",
 )
 @device_option("Where to measure and to run")
-@click.option(
-    "--profile",
-    "profile_file",
-    type=click.Path(path_type=Path),
-    help=(
-        "Profile file, or roofline:DEVICE, such as roofline:a100.  [default: the rates FILE was solved with, or the "
-        "store of this device]"
-    ),
-)
+@profile_of_file_option
 @time_limit_option(30.0, "each plan of --front full")
 @csv_option("the step's memory timeline")
 @with_terminal

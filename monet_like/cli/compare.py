@@ -13,7 +13,7 @@ from ..ir.simulate import Report
 from ..ir.units import format_bytes, format_seconds, parse_budgets
 from ..job.job import MOST_POINTS, Job
 from ..plan import STRATEGIES
-from ..plan.budgets import Point, percent_per_tenth, seconds_per_gigabyte
+from ..plan.budgets import FrontPoint, percent_per_tenth, seconds_per_gigabyte
 from ..plan.strategies import check_strategy
 from ..report.fronts import LABELS, Comparison, Front, stars
 from .output import check_results, draw, write_table
@@ -133,7 +133,7 @@ def _front_table(found: Front) -> Table:
     return table
 
 
-def _gap(point: Point) -> str:
+def _gap(point: FrontPoint) -> str:
     assert point.plan is not None
     if point.plan.bound_kind == "none":
         return "no bound"

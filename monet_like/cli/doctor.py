@@ -39,7 +39,6 @@ EXPECTED = {
     "cvxpy": "solvers other than HiGHS",
     "ninja": "compiling kernels",
     "packaging": "checking versions",
-    "pooch": "downloads of the zoo",
     "requests": "downloads of the zoo",
 }
 #: Packages that something asks for when it is used: what, and how to install it.
@@ -258,12 +257,15 @@ def _kernels() -> Iterator[Finding]:
     status = ops.status()
     compiled = [device for device in ("cpu", "cuda") if ops.available(device)]
     yield Finding("kernels", "operators", "ok" if compiled else "absent", status, data={"compiled_for": compiled})
-    library = build.library_path("search")
-    if library.exists():
-        yield Finding("kernels", "local search", "ok", "compiled", data={"path": str(library)})
-    else:
-        advice = "python -m monet_like.build"
-        yield Finding("kernels", "local search", "absent", "in Python, which plans much more slowly", advice)
+    for name, part, there, without in (
+        ("local search", "search", build.library_path("search").exists(), "plans without a solver stay at their start"),
+        ("memory placement", "arena", build.fits_this_torch("arena"), "place_memory is refused"),
+    ):
+        if there:
+            yield Finding("kernels", name, "ok", "compiled", data={"path": str(build.library_path(part))})
+        else:
+            known = "not compiled" + (" for this torch" if part == "arena" else "")
+            yield Finding("kernels", name, "absent", f"{known}: {without}", "python -m monet_like.build")
 
 
 def _gpus() -> Iterator[Finding]:

@@ -8,6 +8,7 @@ from ..capture.precision import autocast_as
 from ..errors import UsageError
 from ..export.decisions import Decisions, decisions_of
 from ..export.policy_file import SelectivePlan, write_policy
+from ..export.remat import RematPlan, remat_plan
 from ..export.selective import SelectivePolicy, selective_plan
 from ..inductor.options import compile_options
 from ..inductor.plan_file import CompilePlan, GraphDecisions, plan_model
@@ -22,9 +23,9 @@ from .report import problem_of, rates_of
 from .terminal import Terminal, aligned_table
 
 #: The ends of the names of files by default.
-_ENDS = {"json": ".decisions.json", "sac": ".sac.json", "inductor": ".inductor.json", "torchtitan": ".torchtitan.json"}
+_ENDS = {"json": ".decisions.json", **{to: f".{to}.json" for to in ("sac", "inductor", "torchtitan", "remat")}}
 #: The regions by default: the whole model, and what torchtitan's models call their layers.
-_REGIONS = {"sac": ("",), "torchtitan": ("layers.*",)}
+_REGIONS = {"sac": ("",), "torchtitan": ("layers.*",), "remat": ("layers.*",)}
 
 
 def export(
@@ -47,13 +48,13 @@ def export(
     """
     if regions and to not in _REGIONS:
         raise UsageError(
-            f"--regions are of selective checkpointing; give --to sac or torchtitan, or leave them out for --to {to}"
+            f"--regions are of checkpointing; give --to sac, torchtitan or remat, or leave them out for --to {to}"
         )
     path = out or file.with_suffix(_ENDS[to])
     record = ScheduleRecord.load(file)
     check_results(None, path)
     job = _job(terminal, record, model, device, profile_file)
-    found: Decisions | SelectivePlan | CompilePlan
+    found: Decisions | SelectivePlan | CompilePlan | RematPlan
     if to == "json":
         found = decisions_of(record, job.ready)
         found.to_json(path)
@@ -61,6 +62,10 @@ def export(
     elif to == "inductor":
         found = _compile_plan(terminal, record, job)
         found.write(path)
+    elif to == "remat":
+        found = remat_plan(record, job.ready, job.request, job.device, regions or _REGIONS[to])
+        found.write(path)
+        terminal.console.print(repr(found), soft_wrap=True)
     else:
         patterns, draws_saved = regions or _REGIONS[to], to == "torchtitan"  # its graph trainer cannot repeat a draw
         found = selective_plan(record, job.ready, job.request, job.device, patterns, draws_saved=draws_saved)
@@ -88,8 +93,9 @@ def _compile_plan(terminal: Terminal, record: ScheduleRecord, job: Job) -> Compi
 
 def _job(terminal: Terminal, record: ScheduleRecord, model: str | None, device: str, profile_file: Path | None) -> Job:
     """The job of the model that a schedule was made for."""
-    problem = problem_of(record, model, device, 60.0)
-    job = job_of(terminal, problem, source_of(problem, profile_file or rates_of(record)))
+    rates = profile_file or rates_of(record)
+    problem = problem_of(record, model, device, 60.0, rates)
+    job = job_of(terminal, problem, source_of(problem, rates))
     check_program(record, job.captured, problem.request.expression, problem.device)
     return job
 

@@ -8,56 +8,43 @@ from typing import Any
 import click
 
 from .group import CONTEXT, Command, main
-from .options import device_option, with_terminal
+from .options import device_option, model_of_file_option, profile_of_file_option, with_terminal
 
 
 @main.command("export", cls=Command, context_settings=CONTEXT)
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option(
     "--to",
-    type=click.Choice(["json", "sac", "inductor", "torchtitan"]),
+    type=click.Choice(["json", "sac", "inductor", "torchtitan", "remat"]),
     default="json",
     show_default=True,
     help=(
         "json: what becomes of the results of every operator, by module. sac: the best answers to PyTorch's selective "
         "activation checkpointing for the same budget, for monet_like.checkpoint_policy. inductor: plans of "
         "torch.compile's graphs for the same budget, for monet_like.compile_options; one step runs. torchtitan: as "
-        "sac, with all random draws saved, for the memory policy of examples/torchtitan_policy.py."
+        "sac, with all random draws saved, for the memory policy of examples/torchtitan_policy.py. remat: which "
+        "modules of each layer are saved, for torch_remat's regions and torchtitan's save_regions."
     ),
 )
 @click.option(
     "--regions",
     multiple=True,
     help=(
-        "For sac and torchtitan: the modules that are checkpointed, such as 'layers.*'; may be given several times.  "
-        "[default: the whole model for sac, 'layers.*' for torchtitan]"
+        "For sac, torchtitan and remat: the modules that are checkpointed, such as 'layers.*'; may be given several "
+        "times.  [default: the whole model for sac, 'layers.*' for the others]"
     ),
 )
-@click.option(
-    "--model",
-    help=(
-        "MODEL that FILE was solved for, such as net.py:make_model.  [default: what FILE says, where that is a net of "
-        "torchvision or of this package]"
-    ),
-)
+@model_of_file_option
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
     help=(
-        "File to write, such as d.json.  [default: FILE with .decisions.json, .sac.json, .inductor.json or "
-        ".torchtitan.json]"
+        "File to write, such as d.json.  [default: FILE with .decisions.json, .sac.json, .inductor.json, "
+        ".torchtitan.json or .remat.json]"
     ),
 )
 @device_option("Where to measure")
-@click.option(
-    "--profile",
-    "profile_file",
-    type=click.Path(path_type=Path),
-    help=(
-        "Profile file, or roofline:DEVICE, such as roofline:a100.  [default: the rates FILE was solved with, or the "
-        "store of this device]"
-    ),
-)
+@profile_of_file_option
 @with_terminal
 def export_command(**options: Any) -> None:
     """Write the decisions of a schedule FILE for people and for other programs.
@@ -70,6 +57,7 @@ def export_command(**options: Any) -> None:
       monet-like export mine.pkl --to sac --model net.py:make_model --regions 'layers.*'
       monet-like export mine.pkl --to inductor --model net.py:make_model
       monet-like export mine.pkl --to torchtitan --model net.py:make_model
+      monet-like export mine.pkl --to remat --model net.py:make_model --regions 'layers.*'
     """
     from .export import export
 

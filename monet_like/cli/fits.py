@@ -1,4 +1,4 @@
-"""The command fits: which cards a decoder trains on."""
+"""The command fits: on which cards a model trains."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..cards.fits import fits as predict
+from ..auto.fits.fits import fits as predict
 from ..errors import UsageError
 from .output import check_results, write_table
 from .terminal import Terminal, aligned_table
@@ -15,10 +15,10 @@ from .terminal import Terminal, aligned_table
 def fits(
     *,
     model: str,
-    batch: str,
-    seq: int,
+    batch: str | None,
+    seq: int | None,
     cards: str,
-    reserve: str,
+    reserve: str | None,
     largest: str,
     csv_file: Path | None,
     terminal: Terminal | None = None,
@@ -30,7 +30,7 @@ def fits(
         UsageError: an argument is wrong.
     """
     terminal = terminal or Terminal()
-    if not batch.isdecimal():
+    if batch is not None and not batch.isdecimal():
         raise UsageError(f"batch {batch[:40]!r} must be a whole number of at least 1, such as 4")
     names = [name.strip() for name in cards.split(",") if name.strip()]
     if not names:
@@ -38,7 +38,7 @@ def fits(
     check_results(None, csv_file)
     with terminal.progress() as progress:
         found = predict(
-            model, batch=int(batch), length=seq, cards=names, reserve=reserve,
+            model, batch=None if batch is None else int(batch), length=seq, cards=names, reserve=reserve,
             largest="" if largest == "off" else largest,
             progress=progress.planning, **options,
         )  # fmt: skip

@@ -68,6 +68,23 @@ profile_option = click.option(
     help="Profile file to reuse and extend, or roofline:DEVICE (roofline:h100) to plan without measuring.  "
     "[default: the store of this device in ~/.cache/monet_like]",
 )
+#: Of commands that read a schedule FILE.
+model_of_file_option = click.option(
+    "--model",
+    help=(
+        "MODEL that FILE was solved for, such as net.py:make_model.  [default: what FILE says, where that is a net of "
+        "torchvision or of this package]"
+    ),
+)
+profile_of_file_option = click.option(
+    "--profile",
+    "profile_file",
+    type=click.Path(path_type=Path),
+    help=(
+        "Profile file, or roofline:DEVICE, such as roofline:a100.  [default: the rates FILE was solved with, or the "
+        "store of this device]"
+    ),
+)
 gap_option = click.option(
     "--gap",
     type=float,

@@ -8,12 +8,12 @@ from typing import Any
 from rich.text import Text
 
 from ..compiler.labels import default_names
-from ..compiler.problem import Problem, assumed_input, read_problem
 from ..compiler.sources import Cached, Filed, Source, is_roofline
 from ..files import check_writable
 from ..ir.profile_file import Profile
 from ..job.job import Job
 from ..zoo.registry import check_not_registered, is_zoo_file
+from .problem import Problem, assumed_input, read_problem
 from .terminal import Terminal
 
 #: Where the zoo's schedules are in a checkout.

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..capture.example_inputs import example_of
-from ..compiler.problem import Problem, read_problem
 from ..errors import UsageError
 from ..files import check_writable
 from ..ir.schedule_file import ScheduleRecord
@@ -17,7 +16,8 @@ from ..replay.checks.compatibility import check_program
 from ..report.page import Figures, numbers, vega
 from ..report.write import figures_of, write_report
 from .output import check_results, write_table
-from .prepare import job_of, source_of
+from .prepare import job_of, problem_priced_by, source_of
+from .problem import Problem
 from .terminal import Terminal, aligned_table
 
 
@@ -47,8 +47,9 @@ def report(
     record = ScheduleRecord.load(file)
     check_writable(path)
     check_results(None, csv_file)
-    problem = problem_of(record, model, device, time_limit)
-    job = job_of(terminal, problem, source_of(problem, profile_file or rates_of(record)))
+    rates = profile_file or rates_of(record)
+    problem = problem_of(record, model, device, time_limit, None if live else rates)
+    job = job_of(terminal, problem, source_of(problem, rates))
     check_program(record, job.captured, problem.request.expression, problem.device)
     ready = job.ready
     with terminal.progress() as progress:
@@ -61,12 +62,15 @@ def report(
     return figures
 
 
-def problem_of(record: ScheduleRecord, model: str | None, device: str, time_limit: float) -> Problem:
+def problem_of(
+    record: ScheduleRecord, model: str | None, device: str, time_limit: float, rates: Path | None
+) -> Problem:
     """The problem that a schedule was solved for, so that it can be captured again.
 
     Args:
         model: MODEL as the user typed it; None: as the file says, if building that runs no code but torchvision's or
             ours.
+        rates: what prices it. Where that is a datasheet's, ``device`` may be a GPU that is not here; not so with None.
 
     Raises:
         UsageError: the model must be named by the user, or an argument is wrong.
@@ -78,7 +82,8 @@ def problem_of(record: ScheduleRecord, model: str | None, device: str, time_limi
         )
     floating = [i.dtype for i in record.inputs if "float" in i.dtype]
     shape = record.inputs[0].shape if record.inputs else ()
-    problem = read_problem(
+    problem = problem_priced_by(
+        rates,
         model=model or record.model,
         batch=str(shape[0] if shape else 1),
         budget=f"{max(record.budget_bytes, 1)} B",

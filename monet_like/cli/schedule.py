@@ -15,7 +15,6 @@ from torch import nn
 from ..capture.absent_gpu.attention import attention_as
 from ..capture.example_inputs import Example
 from ..capture.precision import autocast_as
-from ..compiler.problem import Problem, read_problem
 from ..errors import UsageError
 from ..ir.mode import parse_mode
 from ..ir.schedule_file import ScheduleRecord
@@ -23,6 +22,7 @@ from ..ir.units import format_bytes, format_seconds
 from ..replay.verify.steps import real_example, same_step, step_peak, step_seconds
 from ..replay.wrapper import ScheduleWrapper
 from .prepare import SOLUTIONS, schedule_path
+from .problem import Problem, read_problem
 from .terminal import Terminal, aligned_table
 
 

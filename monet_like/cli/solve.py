@@ -7,13 +7,13 @@ from typing import Any
 
 from rich.text import Text
 
-from ..compiler.problem import Problem
 from ..errors import UsageError
 from ..ir.units import format_bytes, format_seconds
 from ..job.solved import SolvedPlan
 from .inspect import add_counts, bound_in_words, summary
 from .output import check_results, write_table
 from .prepare import check_out, job_of, problem_priced_by, say_input, schedule_path, source_of
+from .problem import Problem
 from .terminal import Terminal, aligned_table
 
 

@@ -15,7 +15,7 @@ from ..capture.absent_gpu.attention import attention_as
 from ..capture.example_inputs import Example
 from ..capture.precision import autocast_as
 from ..compiler.pipeline import make_record, plan_for
-from ..compiler.problem import Problem, parse_batch, read_problem
+from ..compiler.words import parse_batch
 from ..errors import MonetError, UsageError
 from ..ir.frames import frame
 from ..ir.profile_file import Profile
@@ -25,9 +25,10 @@ from ..plan.budgets import fits
 from ..profile.devices import DeviceLimits
 from ..replay.verify.steps import real_example, step_peak, step_seconds
 from ..replay.wrapper import ScheduleWrapper
-from .batch_search import Batches, Trial, Tuner, largest_power
+from .batch_search import Batches, Trial, Tuner, largest_fitting
 from .output import check_results, draw, write_table
 from .prepare import check_out, problem_priced_by, say_input, schedule_path, source_of
+from .problem import Problem, read_problem
 from .terminal import Terminal, aligned_table
 
 if TYPE_CHECKING:
@@ -59,12 +60,7 @@ def largest_batch(*, budget: str, profile_file: Path | None, terminal: Terminal 
             console.print(f"batch {batch}: {'fits' if found else 'does not fit'} (plain PyTorch {plain})")
         return tried[batch]
 
-    low = largest_power(fitting, limit)
-    step = low // 2
-    while step:
-        if fitting(low + step):
-            low += step
-        step //= 2
+    low = largest_fitting(fitting, limit)
     console.print(f"largest batch found: {low}")
     terminal.result({"model": problem.request.expression, "budget_bytes": limit, "batch": low})
     return low

@@ -11,13 +11,16 @@ from ..capture.lower.delayed_gradients import LEAST_GAIN
 from ..errors import InfeasibleError
 from ..ir.profile_file import Profile
 from ..ir.program import FREE, Cost
+from ..ir.schedule import Schedule
+from ..ir.simulate import Report
 from ..ir.units import format_apart, format_bytes
 from ..plan.analysis import floor_bytes
 from ..plan.baseline import plain_report
+from ..plan.ilp.lowest_peak import smallest_known_budget
 from ..profile.devices import device_name
 from ..profile.settings import changed_settings, settings_of
 from .costs import measured_costs, to_profile
-from .prepared import prepared
+from .prepared import Prepared, prepared
 from .request import Request
 
 
@@ -27,11 +30,15 @@ def check_floor(
     budget: int | Callable[[int], int],
     device: torch.device,
     profile: Profile | None,
+    lowest: Callable[[], tuple[Prepared, Schedule, Report] | None],
 ) -> None:
     """Refuse a budget in which one task does not fit by itself, even without workspace.
 
     A share of plain PyTorch's peak is known up to the workspaces. Where it would be too little without them, they are
     measured, each by one run of the operator.
+
+    Args:
+        lowest: the step of the lowest peak that is found quickly, for the error.
 
     Raises:
         InfeasibleError: proven.
@@ -56,15 +63,18 @@ def check_floor(
             told = f"of the {format_bytes(plain.peak_bytes)} of plain PyTorch, no time was measured"
     if least > limit:
         given, needed = format_apart(limit, least)
+        ready, schedule, found = lowest() or (None, None, None)
+        enough = f"; {smallest_known_budget(found)}, which {found.peak_step.task} needs" if found else ""
         error = InfeasibleError(
             f"no schedule fits into {given} (proven, {told}): {step or 'what is resident'} alone needs {needed}, "
-            "parameters, inputs and results included; give more memory or a smaller batch; monet-like smallest says "
-            "what would do",
-            step=step,
+            f"parameters, inputs and results included{enough}; give more memory or a smaller batch",
+            found.peak_bytes if found else None,
+            step,
             proven=True,
             least_bytes=least,
         )
         error.plain_peak_bytes = plain.peak_bytes
+        error.smallest, error.found_for = schedule, ready
         raise error
 
 

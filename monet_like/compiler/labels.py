@@ -51,6 +51,7 @@ def default_names(name: str, request: Request, budget: Budget, folder: Path) -> 
     A share of plain PyTorch's peak stands there as ``60percent``.
     """
     limit = f"{100 * budget.share:g}percent" if budget.bytes is None else f"{budget.bytes / GIB:.2f}"
+    limit = "card" if budget.is_card else limit
     words = [weights_layout(request.model), f"autocast_{request.autocast}" if request.autocast else ""]
     suffix = "".join(f"_{word}" for word in (*words, "ablation" if request.ablation else "") if word)
     return folder / f"solution_{name}_{request.batch}_{request.mode}_{limit}{suffix}.pkl"

@@ -15,25 +15,27 @@ from ..capture.captured import Captured
 from ..capture.example_inputs import input_spec
 from ..capture.precision import weights_layout
 from ..capture.trees import tensors_of
-from ..errors import InfeasibleError, SolverError
+from ..errors import InfeasibleError, ProfileError, SolverError
 from ..ir.display import short_repr
 from ..ir.profile_file import Profile
 from ..ir.program import REFUSED, Cost
+from ..ir.schedule import Schedule
 from ..ir.schedule_file import ScheduleRecord
 from ..ir.simulate import Report, Running, running, simulate
 from ..ops import liger
 from ..plan import Plan, plan
 from ..plan.baseline import plain_step
+from ..plan.budgets import lowest_quickly
 from ..plan.local_search.searcher import quick_evaluations
 from ..profile.cublas import multiplies, schedule_multiplies
-from ..profile.devices import DeviceLimits, device_name
+from ..profile.devices import DeviceLimits
 from ..profile.profiler import Progress
 from ..profile.settings import versions
-from .costs import as_filed, profiled
+from .costs import as_filed
 from .floor import check_floor, delays_cost
 from .labels import attention_of, summary_counts
 from .prepared import Prepared, prepared
-from .quick import Steps, most_workspaces, quick_costs, scaled_costs, settled
+from .quick import Steps, priced, settled
 from .request import Request, captured_for, in_autograd_order
 
 
@@ -231,8 +233,9 @@ def plan_settled(
     for number in range(1, 1 + most_plans):
         try:
             found = search(ready)
-        except (InfeasibleError, SolverError):
+        except (InfeasibleError, SolverError) as error:
             if not ready.guessed:
+                error.found_for = ready
                 raise
             ready = settled_for(ready, request, device, lambda _: (), progress, everything=True)
             continue
@@ -297,15 +300,18 @@ def prepare(
         captured = captured_for(request, request.example)
     seconds = {"capture": time.perf_counter() - started}
     if budget is not None and not isinstance(profile, DeviceLimits):
-        check_floor(request, captured, budget, device, profile)
+        check_floor(
+            request, captured, budget, device, profile,
+            partial(_lowest, request, captured, device, profile, progress),
+        )  # fmt: skip
     started = time.perf_counter()
-    priced = partial(_priced, save_profile=save_profile, progress=progress, quick=quick)
-    found, guessed = priced(request, captured, device, profile, seconds=quick_seconds, earlier=earlier)
+    costs_of = partial(priced, save_profile=save_profile, progress=progress, quick=quick)
+    found, guessed = costs_of(request, captured, device, profile, seconds=quick_seconds, earlier=earlier)
     if delays_cost(request, captured, found.costs):
         captured = in_autograd_order(request, captured)
         known = profile if isinstance(profile, DeviceLimits) else found
         left = quick_seconds - (time.perf_counter() - started)
-        found, guessed = priced(request, captured, device, known, seconds=left)
+        found, guessed = costs_of(request, captured, device, known, seconds=left)
     ready = prepared(request, captured, found, found.costs, seconds)
     if guessed:
         extra = ready.extra_bytes
@@ -322,27 +328,25 @@ def prepare(
     return ready
 
 
-def _priced(
-    request: Request,
-    captured: Captured,
-    device: torch.device,
-    profile: Profile | DeviceLimits | None,
-    save_profile: Callable[[Profile], None] | None,
-    progress: Progress | None,
-    *,
-    quick: bool,
-    seconds: float,
-    earlier: Prepared | None = None,
-) -> tuple[Profile, Mapping[str, int]]:
-    """The costs of a program, and the keys of those whose workspace is guessed; arguments as of `prepare`."""
-    if quick and not isinstance(profile, DeviceLimits) and (profile is None or profile.device == device_name(device)):
-        if earlier is None:
-            partly = quick_costs(request, captured, device, profile, progress, seconds)
-        else:
-            partly = scaled_costs(captured, earlier, device, profile)
-        return partly.profile, partly.guessed
-    found = profiled(request, captured, device, profile, save_profile, progress)
-    return found, most_workspaces(captured, found) if found.device == device_name(device) else {}
+def _lowest(
+    request: Request, captured: Captured, device: torch.device, profile: Profile | None, progress: Progress | None
+) -> tuple[Prepared, Schedule, Report] | None:
+    """The step of the lowest peak that the strategy finds, every workspace measured; None where that cannot be."""
+    try:
+        ready = prepare(request, device, profile=profile, progress=progress, captured=captured, quick=True)
+        ready = settled_for(ready, request, device, lambda _: (), progress, everything=True)
+    except ProfileError:
+        return None
+    program, extra = ready.captured.program, ready.extra_bytes + ready.variants_cublas_bytes
+    if request.strategy in ("milp", "heuristic"):
+        found = lowest_quickly(program, ready.costs, extra_bytes=extra)
+        return (ready, found.schedule, found.report) if found else None
+    try:
+        plan_for(ready, request, 1)
+    except (InfeasibleError, SolverError) as error:
+        if error.smallest is not None:
+            return ready, error.smallest, simulate(program, error.smallest, ready.costs, extra_bytes=extra)
+    return None
 
 
 def _versions_of_kernels(captured: Captured) -> dict[str, str]:
@@ -389,4 +393,5 @@ def make_record(request: Request, ready: Prepared, found: Plan, limit: int) -> S
         attention=request.attention or (attention_of(captured) if request.target else ""),
         note=profile.note + (f"; captured as on {request.target.type}, without one" if request.target else ""),
         counts=summary_counts(captured.program, found),
+        run_bytes=tuple(step.bytes for step in found.report.steps),
     )

@@ -28,12 +28,13 @@ from ..errors import ProfileError
 from ..ir.profile_file import Profile
 from ..ir.program import REFUSED, Cost, Task
 from ..ir.simulate import Running
+from ..profile.devices import DeviceLimits, device_name
 from ..profile.profiler import Progress, measure, measure_partly
 from ..profile.rates import measured_limits
 from ..profile.roofline import roofline
 from ..profile.scaling import matched
 from ..profile.work import touched_bytes
-from .costs import inputs_on, profile_batch, sources, to_profile, usable
+from .costs import inputs_on, profile_batch, profiled, sources, to_profile, usable
 from .influence import by_influence
 from .prepared import Prepared
 from .request import Request, captured_for
@@ -274,3 +275,31 @@ def _unsure(steps: Sequence[Running], costs: Mapping[str, Cost], guessed: Mappin
 def _at_most(moment: Running, costs: Mapping[str, Cost], guessed: Mapping[str, int]) -> int:
     key = moment.task.cost
     return moment.step.bytes + guessed[key] - costs[key].workspace_bytes if key in guessed else 0
+
+
+def priced(
+    request: Request,
+    captured: Captured,
+    device: torch.device,
+    profile: Profile | DeviceLimits | None,
+    save_profile: Callable[[Profile], None] | None,
+    progress: Progress | None,
+    *,
+    quick: bool,
+    seconds: float,
+    earlier: Prepared | None = None,
+) -> tuple[Profile, Mapping[str, int]]:
+    """The costs of a program, and the keys of those whose workspace is guessed.
+
+    Args:
+        seconds: wall seconds, if the costs are to be quick.
+        earlier: the same program at other sizes, whose costs are taken then.
+    """
+    if quick and not isinstance(profile, DeviceLimits) and (profile is None or profile.device == device_name(device)):
+        if earlier is None:
+            partly = quick_costs(request, captured, device, profile, progress, seconds)
+        else:
+            partly = scaled_costs(captured, earlier, device, profile)
+        return partly.profile, partly.guessed
+    found = profiled(request, captured, device, profile, save_profile, progress)
+    return found, most_workspaces(captured, found) if found.device == device_name(device) else {}

@@ -123,8 +123,13 @@ class Filed:
 
 def capability_of(known: Profile | DeviceLimits | None) -> tuple[int, int] | None:
     """Compute capability of the GPU that costs are of; None: not known."""
-    limits = limits_of(known.device) if isinstance(known, Profile) else known
+    limits = limits_in(known)
     return None if limits is None else limits.capability
+
+
+def limits_in(known: Profile | DeviceLimits | None) -> DeviceLimits | None:
+    """The data sheet of the device that costs are of; None: not known."""
+    return limits_of(known.device) if isinstance(known, Profile) else known
 
 
 def is_roofline(name: object) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..capture.layers import OUTSIDE, layers_of, operator_of
 from ..compiler.prepared import Prepared, with_workspaces_of
 from ..files import write_atomically
 from ..ir.frames import frame
@@ -16,7 +17,6 @@ from ..ir.program import Cost, Program, Task
 from ..ir.schedule import Schedule, kept_values
 from ..ir.schedule_file import ScheduleRecord
 from ..ir.simulate import cost_of, simulate
-from ..report.figures import OUTSIDE, layers_of, operator_of
 
 if TYPE_CHECKING:
     import pandas

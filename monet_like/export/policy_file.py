@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import ScheduleFileError
-from ..files import read_bytes, write_atomically
-from ..ir.json_fields import headed, read_as
+from ..files import write_atomically
+from ..ir.json_fields import headed, read_as, read_headed
 
 FORMAT = "monet_like checkpoint policy"
 VERSION = 1
@@ -34,8 +34,8 @@ class RegionDecisions:
 
 
 @dataclass(frozen=True)
-class SelectivePlan:
-    """The decisions for all regions of a model, and what is predicted.
+class Predictions:
+    """What is predicted of a plan for a mechanism of checkpointing, beside the full plan.
 
     Attributes:
         model, device, budget_bytes: as those of the full plan.
@@ -43,7 +43,6 @@ class SelectivePlan:
         bound_seconds: no choice of this mechanism is faster.
         full_peak_bytes, full_seconds: predicted for the full plan.
         plain_peak_bytes, plain_seconds: predicted for plain PyTorch.
-        regions: in the order in which a step calls them.
     """
 
     model: str
@@ -56,6 +55,16 @@ class SelectivePlan:
     full_seconds: float
     plain_peak_bytes: int
     plain_seconds: float
+
+
+@dataclass(frozen=True)
+class SelectivePlan(Predictions):
+    """The decisions for all regions of a model, and what is predicted.
+
+    Attributes:
+        regions: in the order in which a step calls them.
+    """
+
     regions: tuple[RegionDecisions, ...]
 
     def content(self) -> dict[str, Any]:
@@ -106,18 +115,13 @@ def read_policy(path: Path) -> SelectivePlan:
     Raises:
         ScheduleFileError: it is unreadable or none of these.
     """
-    data = read_bytes(path, "checkpoint policy")
+    content = read_headed(path, "checkpoint policy", FORMAT, (VERSION,), "write it again")
     try:
-        content = json.loads(data)
-        if content["format"] != FORMAT:
-            raise ValueError(f"its format is {content['format']!r}")
-        if content["version"] != VERSION:
-            raise ValueError(f"it has version {content['version']!r}, and this program reads {VERSION}")
         regions = [{**entry, "operators": _calls(entry["operators"])} for entry in content["regions"]]
         if not regions:
             raise ValueError("it has no regions")
         return read_as({**content, "regions": regions}, SelectivePlan)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ScheduleFileError(f"{path} is no checkpoint policy of monet_like: {error}; write it again") from error
 
 

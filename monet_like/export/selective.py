@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy as Answer
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from ..capture.captured import Captured
+from ..capture.layers import layers_of
 from ..capture.precision import autocast_as
 from ..capture.trees import tensors_of
 from ..compiler.prepared import Prepared, with_workspaces_of
@@ -31,11 +32,11 @@ from ..ir.schedule_file import ScheduleRecord
 from ..ir.units import format_bytes, format_seconds
 from ..plan.baseline import plain_step
 from ..replay.verify.steps import real_example
-from ..report.figures import layers_of
 from ..runtime.operators import overload
+from .checkpointed import Item, Region, StepOfRegions
 from .policy_file import RegionDecisions, SelectivePlan, read_policy, write_policy
 from .recording import Operator, find_regions, record_operators
-from .selection import Item, Region, StepOfRegions, choose
+from .selection import Selection, choose
 
 
 class SelectivePolicy:
@@ -183,6 +184,38 @@ def selective_plan(
         patterns: names of regions, in which ``*`` stands for one part of a name.
         draws_saved: save the result of every operator that draws random numbers, for those who cannot repeat a draw.
     """
+    ready, called, names = recorded(record, ready, request, device, patterns)
+    step, groups = checkpointing_step(ready, called, names, draws_saved=draws_saved)
+    choice = choose(step, record.budget_bytes, solver=solver, time_limit_seconds=time_limit_seconds)
+    saved = {groups[i] for i in choice.saved}
+    return SelectivePlan(
+        **predictions(record, choice),
+        regions=tuple(_decided(name, [o for o in called if o.region == k], saved) for k, name in enumerate(names)),
+    )
+
+
+def predictions(record: ScheduleRecord, choice: Selection) -> dict[str, Any]:
+    """The fields of `Predictions`: of a choice within the budget of a schedule."""
+    return {
+        "model": record.model,
+        "device": record.device,
+        "budget_bytes": record.budget_bytes,
+        "peak_bytes": choice.report.peak_bytes,
+        "seconds": choice.report.seconds,
+        "bound_seconds": choice.bound_seconds,
+        "full_peak_bytes": record.peak_bytes,
+        "full_seconds": record.seconds,
+        "plain_peak_bytes": record.plain_peak_bytes,
+        "plain_seconds": record.plain_seconds,
+    }
+
+
+def recorded(
+    record: ScheduleRecord, ready: Prepared, request: Request, device: torch.device, patterns: Sequence[str]
+) -> tuple[Prepared, tuple[Operator, ...], list[str]]:
+    """The program with the workspaces of a schedule, the operators that PyTorch calls in a forward of its model, and
+    the names of the regions that the patterns name.
+    """
     if request.target is not None:
         raise UsageError(
             "this plan is for a GPU that is not here, where PyTorch calls other operators; make the policy there"
@@ -192,23 +225,7 @@ def selective_plan(
     if any(isinstance(t, FakeTensor) for t in tensors_of(example)):
         example = real_example(example, device)
     with autocast_as(request.autocast, device):
-        called = record_operators(model, example, names)
-    step, groups = checkpointing_step(ready, called, names, draws_saved=draws_saved)
-    choice = choose(step, record.budget_bytes, solver=solver, time_limit_seconds=time_limit_seconds)
-    saved = {groups[i] for i in choice.saved}
-    return SelectivePlan(
-        model=record.model,
-        device=record.device,
-        budget_bytes=record.budget_bytes,
-        peak_bytes=choice.report.peak_bytes,
-        seconds=choice.report.seconds,
-        bound_seconds=choice.bound_seconds,
-        full_peak_bytes=record.peak_bytes,
-        full_seconds=record.seconds,
-        plain_peak_bytes=record.plain_peak_bytes,
-        plain_seconds=record.plain_seconds,
-        regions=tuple(_decided(name, [o for o in called if o.region == k], saved) for k, name in enumerate(names)),
-    )
+        return ready, record_operators(model, example, names), names
 
 
 def _decided(name: str, called: Sequence[Operator], saved: Collection[int | None]) -> RegionDecisions:

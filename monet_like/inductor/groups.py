@@ -15,13 +15,14 @@ from typing import Any, cast
 
 from torch import fx
 
-from ..ir.program import Cost
+from ..ir.program import RESIDENT_KINDS, Cost, Program, Task
 from ..ir.schedule import Schedule, kept_values
 from ..ir.simulate import running
 from .emission import GROUP, Run
 from .joint import name_of
 from .kernel import Kernel
 from .kernels import Kernels
+from .order import Chain, Item, arranged
 
 #: How groups of nodes are called in Inductor's scheduler.
 _GROUP_NAME = "monet_like_group_of_"
@@ -36,10 +37,7 @@ def runs_of(
         limit_bytes: what a group may raise the memory to; resident memory beyond the program's is not counted.
     """
     program, values = kernels.program, kernels.program.values
-    ordered: list[Kernel | None] = [kernels.tasks[p] for p in schedule.forward]
-    for slot, again in enumerate(schedule.again):
-        ordered += [kernels.tasks[p] for p in again]
-        ordered.append(kernels.slots[slot][schedule.ways[slot]])
+    ordered = _ordered(kernels, schedule)
     runs: list[Run] = []
     levels: list[int] = []  # the most memory of each run, with all that its group writes
     group, begun, written, first = 0, 0, 0, 0
@@ -61,6 +59,88 @@ def runs_of(
     kept = {node for node, v in kernels.value_of.items() if v in handed_over}
     forward, backward = (_with_apart(runs[a:b], levels[a:b], kept, kernels, limit_bytes) for a, b in ends)
     return forward, backward
+
+
+def _ordered(kernels: Kernels, schedule: Schedule) -> list[Kernel | None]:
+    """The kernel of each run of a schedule, in order; None for effects."""
+    ordered = [kernels.tasks[p] for p in schedule.forward]
+    for slot, again in enumerate(schedule.again):
+        ordered += [kernels.tasks[p] for p in again]
+        ordered.append(kernels.slots[slot][schedule.ways[slot]])
+    return ordered
+
+
+def arranged_runs(
+    kernels: Kernels, schedule: Schedule, costs: Mapping[str, Cost], limit_bytes: int, launch_bytes: int
+) -> tuple[list[Run], list[Run]]:
+    """The runs of the forward and of the backward in the order in which Inductor can fuse most (`order`).
+
+    What is made and read within a group is taken to need no memory. Whether that is so only Inductor knows, so the
+    peak of such runs is to be rehearsed.
+
+    Args:
+        limit_bytes: see `runs_of`.
+        launch_bytes: what the device moves in the time of a launch.
+    """
+    program = kernels.program
+    ordered = _ordered(kernels, schedule)
+    tasks = [moment.task for moment in running(program, schedule, costs)]
+    count, handed_over = len(schedule.forward), {*program.outputs, *program.gradients}
+    saved = kept_values(program, schedule)
+    held = {node for node, v in kernels.value_of.items() if v in handed_over | saved}
+    found, first = [], 0
+    for part, start, kept in (
+        (slice(0, count), set[int](), saved | set(program.outputs)),
+        (slice(count, None), saved | {*program.tangents, *program.outputs}, handed_over),
+    ):
+        chain = _chain(program, tasks[part], ordered[part], costs, start, kept, launch_bytes)
+        made = arranged(chain, limit_bytes - program.resident_bytes)
+        levels, groups = made.followed(max(0, limit_bytes - program.resident_bytes))
+        order = made.order()
+        runs = [Run(ordered[part][k], first + groups[k]) for k in order]
+        first += len(order)
+        ahead = [levels[k] + program.resident_bytes for k in order]
+        found.append(_with_apart(runs, ahead, held, kernels, limit_bytes))
+    return found[0], found[1]
+
+
+def _chain(
+    program: Program,
+    tasks: Sequence[Task],
+    ordered: Sequence[Kernel | None],
+    costs: Mapping[str, Cost],
+    start: Collection[int],
+    kept: Collection[int],
+    launch_bytes: int,
+) -> Chain:
+    """The runs of one graph as a chain: a value that is made again is another tensor.
+
+    Args:
+        start, kept: values that exist before and after.
+    """
+    now = {v: v for v in range(len(program.values))}
+    value_of = dict(now)
+    readers: dict[int, list[int]] = {}
+    items = []
+    for k, (task, kernel) in enumerate(zip(tasks, ordered, strict=True)):
+        reads = tuple(now[v] for v in task.reads)
+        after: list[int] = []
+        for v in task.writes:
+            after += readers.get(now[v], [])
+            if v in start or any(v in other.writes for other in tasks[:k]):
+                now[v] = len(value_of)
+                value_of[now[v]] = v
+        if kernel is None:  # effects: they write into inputs that others read
+            after += range(k)
+        for tensor in reads:
+            readers.setdefault(tensor, []).append(k)
+        moves = kernel is not None and kernel.generated
+        beside = costs[task.cost].workspace_bytes if task.cost else 0
+        items.append(Item(reads, tuple(now[v] for v in task.writes), moves, beside, tuple(after)))
+    sizes = {tensor: program.values[v].bytes for tensor, v in value_of.items()}
+    counted = {t: 0 if program.values[v].kind in RESIDENT_KINDS else sizes[t] for t, v in value_of.items()}
+    ended = frozenset(now[v] for v in kept)
+    return Chain(tuple(items), counted, sizes, frozenset(start), ended, launch_bytes)
 
 
 def _with_apart(

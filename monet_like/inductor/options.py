@@ -11,19 +11,7 @@ from ..errors import UsageError
 from ..ir.defaults import SOLVER
 from ..ir.units import Budget, parse_budget
 from ..torch_versions import warn_if_untested
-
-#: Settings of Inductor that a plan needs. It may not sort kernels anew; a buffer is freed after its last use, not kept
-#: for the next of its size; tensors keep the layouts that the graph says they have; and Inductor writes no elementwise
-#: result to memory because it is made from many tensors (8 on GPUs, 12 on the CPU) or by many operators: the plan
-#: decides that.
-SETTINGS = {
-    "reorder_for_peak_memory": False,
-    "reorder_for_locality": False,
-    "allow_buffer_reuse": False,
-    "layout_optimization": False,
-    "realize_acc_reads_threshold": 10**6,
-    "realize_opcount_threshold": 10**6,
-}
+from .settings import SETTINGS
 
 
 def compile_options(
@@ -41,7 +29,8 @@ def compile_options(
 
     ``torch.compile(model, options=monet_like.compile_options("8 GB"))``. Inductor's joint graph of forward and backward
     is planned: what is saved, and what is recomputed when and how often. Inductor then fuses and generates as it does
-    otherwise. The options serve one model: what one of its graphs holds, the next ones do not have.
+    otherwise. On a GPU PyTorch's own partition is taken instead where it fits and is priced below the plan. The options
+    serve one model: what one of its graphs holds, the next ones do not have.
 
     Args:
         memory_budget: of forward and backward: parameters, inputs, saved activations, gradients, workspaces. ``"8
@@ -79,10 +68,12 @@ def compile_options(
     if missing:
         raise UsageError(
             f"compile_options needs torch._inductor.config.{missing[0]}, which PyTorch {torch.__version__} lacks; "
-            "install 2.14 or newer, or use monet_like.ScheduleWrapper"
+            "install a release that monet_like is tested with, or use monet_like.ScheduleWrapper"
         )
     from .groups import grouped, ungrouped
-    from .partitioner import PlannedPartitioner, Settings
+    from .partitioner import PlannedPartitioner
+    from .planned_graph import Settings
+    from .portfolio import OwnSettings
 
     planned = {}
     if isinstance(memory_budget, Path) or str(memory_budget).endswith(".json"):
@@ -92,10 +83,12 @@ def compile_options(
         memory_budget, extra_bytes = known.budget_bytes, known.extra_bytes
         planned = {graph.key: graph.schedule for graph in known.graphs}
     budget = parse_budget(memory_budget)
-    settings = Settings(budget, extra_bytes, calls, quick, measured, solver, time_limit_seconds, gap)
+    decides = Settings(budget, extra_bytes, calls, quick, measured, solver, time_limit_seconds, gap)
+    settings = {name: value for name, value in SETTINGS.items() if hasattr(config, name)}
     return {
-        "custom_partitioner_fn": PlannedPartitioner(settings, planned),
+        "custom_partitioner_fn": PlannedPartitioner(decides, planned),
         "_pre_fusion_custom_pass": grouped,
         "_post_fusion_custom_pass": ungrouped,
-        **{name: value for name, value in SETTINGS.items() if hasattr(config, name)},
+        "post_grad_custom_pre_pass": OwnSettings({name: getattr(config, name) for name in settings}),
+        **settings,
     }

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,93 +17,25 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from .._version import __version__
 from ..errors import InfeasibleError, UsageError
-from ..ir.defaults import SOLVER
 from ..ir.program import Cost, Program
 from ..ir.schedule import Schedule
-from ..ir.simulate import Report, simulate
-from ..ir.step import Moment, Piece, Point, Step, peak_of
-from ..ir.units import Budget, format_bytes, format_seconds
+from ..ir.simulate import simulate
+from ..ir.step import Point, peak_of
+from ..ir.units import format_bytes
 from ..plan import plan, store_all
 from ..plan.bound.pieces import block_relaxation
 from ..plan.local_search.searcher import quick_evaluations
 from ..plan.result import Plan
 from ..plan.step.menus import menu
 from ..plan.step.proof import Chooser
-from .emission import modules_of, saved_nodes
-from .groups import runs_of
+from .choice import Handed, fastest, partition_of
+from .emission import saved_nodes
 from .in_place import settled
 from .joint import read_joint
 from .kernels import Kernels, kernels_of
+from .planned_graph import PlannedGraph, Settings, graph_key, nameless, point_of_call, step_of_calls
+from .portfolio import own_partition
 from .prices import prices
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What decides the plans of a partitioner: see `monet_like.inductor.options.compile_options`."""
-
-    budget: Budget
-    extra_bytes: int = 0
-    calls: int = 1
-    quick: bool = False
-    measured: bool = True
-    solver: str = SOLVER
-    time_limit_seconds: float = 30.0
-    gap: float = 0.01
-
-
-@dataclass(frozen=True)
-class PlannedGraph:
-    """The plan of one joint graph.
-
-    Attributes:
-        program: the graph: tasks and slots are kernels, with the names of the nodes whose results they write.
-        costs: of its kernels.
-        plan: the schedule; its report counts what one call of the graph needs, without other graphs and
-            ``extra_bytes``.
-        plain: the simulator's report on the graph with everything kept that its backward reads.
-        budget_bytes: what one call was planned for.
-        saved: names of the nodes that the forward hands to the backward, inputs apart.
-        saved_bytes: of what the forward hands to the backward, without parameters and buffers.
-        equal: how many graphs like it were compiled: all have this plan.
-    """
-
-    program: Program
-    costs: Mapping[str, Cost]
-    plan: Plan
-    plain: Report
-    budget_bytes: int
-    saved: tuple[str, ...]
-    saved_bytes: int
-    equal: int = 1
-
-    @property
-    def schedule(self) -> Schedule:
-        """The schedule of the plan."""
-        return self.plan.schedule
-
-    @property
-    def peak_bytes(self) -> int:
-        """Predicted peak of one call's forward and backward."""
-        return self.plan.report.peak_bytes
-
-    @property
-    def held_bytes(self) -> int:
-        """What the graph adds to the memory while another graph's backward runs: parameters, and what is saved."""
-        return self.saved_bytes + parameter_bytes(self.program)
-
-    def __repr__(self) -> str:
-        report = self.plan.report
-        return (
-            f"PlannedGraph({len(self.program.slots)} backward kernels, {self.schedule.rerun_count} recomputations: "
-            f"peak {format_bytes(report.peak_bytes)}, step {format_seconds(report.seconds)}, saved "
-            f"{format_bytes(self.saved_bytes)}; nothing recomputed: {format_bytes(self.plain.peak_bytes)}, "
-            f"{format_seconds(self.plain.seconds)})"
-        )
-
-
-def parameter_bytes(program: Program) -> int:
-    """Bytes of a graph's parameters and buffers."""
-    return sum(value.bytes for value in program.values if value.kind == "parameter")
 
 
 class PlannedPartitioner(CustomPartitionerFn):
@@ -110,11 +44,14 @@ class PlannedPartitioner(CustomPartitionerFn):
     Attributes:
         settings, planned: as given: what decides, and schedules that are known in advance, by `graph_key`; where there
             are some, no others are looked for.
+        compares: on a GPU, plans are ordered for fusion and compared with PyTorch's own partitions. A file has
+            schedules alone, so its plans are not.
         graphs: the plan of every distinct graph so far, in the order in which they were compiled.
     """
 
     def __init__(self, settings: Settings, planned: Mapping[str, Schedule] | None = None) -> None:
         self.settings, self.planned = settings, dict(planned or {})
+        self.compares = not self.planned
         self.graphs: list[PlannedGraph] = []
 
     def __call__(
@@ -128,11 +65,20 @@ class PlannedPartitioner(CustomPartitionerFn):
         """
         self._check_region()
         static = kwargs.get("static_lifetime_input_indices") or ()
+        untouched = fx.GraphModule(gm, copy.deepcopy(gm.graph))
         joint = read_joint(gm, kwargs["num_fwd_outputs"], static)
         kernels = kernels_of(joint, static)
-        found = self._known(kernels) or self._planned(kernels)
-        forward, backward = runs_of(kernels, found.schedule, found.costs, found.peak_bytes)
-        return modules_of(gm, kernels, found.schedule, forward, backward)
+        handed = Handed(gm, untouched, kernels, joint_inputs, kwargs)
+        found = self._known(kernels)
+        if found is None:
+            found = self._planned(kernels)
+            if joint.device.type == "cuda" and self.compares and inductor.custom_partitioner_fn is self:
+                planned = partial(self._replanned, found, kernels)
+                found = fastest(found, handed, planned, self.settings.calls, measured=self.settings.measured)
+            self.graphs.append(found)
+        if found.share is not None:
+            return own_partition(untouched, joint_inputs, found.share, kwargs)
+        return partition_of(handed, found, measured=self.settings.measured)
 
     def _check_region(self) -> None:
         """Refuse a nested region of a graph that may write into buffers of which its regions need the content.
@@ -151,7 +97,7 @@ class PlannedPartitioner(CustomPartitionerFn):
         if self.settings.calls == 1 and self.settings.budget.bytes is not None:
             return None  # what is left of the amount is another
         for place, graph in enumerate(self.graphs):
-            if _nameless(graph.program) == _nameless(kernels.program):
+            if nameless(graph.program) == nameless(kernels.program):
                 self.graphs[place] = replace(graph, equal=graph.equal + 1)
                 return graph
         return None
@@ -174,14 +120,12 @@ class PlannedPartitioner(CustomPartitionerFn):
         try:
             found, for_one = self._from_file(program, costs) or self._plan_calls(kernels, costs, budget)
         except InfeasibleError as error:
-            raise self._explained(error, budget) from None
-        schedule = settled(program, found.schedule)
-        found = replace(found, schedule=schedule, report=simulate(program, schedule, costs))
-        size, saved = _saved_bytes(kernels, found.schedule), saved_nodes(kernels, found.schedule)
-        names = tuple(node.name for node in saved if node.op != "placeholder")
-        graph = PlannedGraph(program, costs, found, plain, for_one, names, size)
-        self.graphs.append(graph)
-        return graph
+            raise self._explained(error, before) from None
+        return _with_plan(PlannedGraph(program, costs, found, plain, for_one, (), 0, step_bytes=budget), found, kernels)
+
+    def _replanned(self, found: PlannedGraph, kernels: Kernels, more: int) -> PlannedGraph:
+        """The graph with a plan for so many bytes more than its budget, or less."""
+        return _with_plan(found, self._plan_calls(kernels, found.costs, found.step_bytes + more)[0], kernels)
 
     def _from_file(self, program: Program, costs: Mapping[str, Cost]) -> tuple[Plan, int] | None:
         """The plan that was made in advance; None: none was."""
@@ -239,16 +183,17 @@ class PlannedPartitioner(CustomPartitionerFn):
             gap=settings.gap, threads=torch.get_num_threads(), **more,
         )  # fmt: skip
 
-    def _explained(self, error: InfeasibleError, budget: int) -> InfeasibleError:
-        """The error, and what other graphs take of the budget."""
-        if not self.graphs or self.settings.budget.bytes is None:
+    def _explained(self, error: InfeasibleError, before: int) -> InfeasibleError:
+        """The error, with what is not this graph's own: ``before`` bytes of the budget."""
+        if not before or self.settings.budget.bytes is None:
             return error
-        held = self._held_bytes
+        smallest = error.smallest_bytes and error.smallest_bytes + before
+        enough = "more" if smallest is None else f"{format_bytes(smallest)} ({smallest} bytes)"
         return InfeasibleError(
-            f"{error}. {format_bytes(held)} of the budget are held by {len(self.graphs)} graph(s) of this model that "
-            "were "
-            'compiled before; give more, or a percentage, such as "60%", which each graph has of its own peak',
-            error.smallest_bytes,
+            f"{error}. {format_bytes(before)} of the budget are not for this graph: what is resident, and what "
+            f"{len(self.graphs)} graph(s) of this model hold that were compiled before; give {enough}, or a "
+            'percentage, such as "60%", which each graph has of its own peak',
+            smallest,
             error.step,
             proven=error.proven,
         )
@@ -265,16 +210,13 @@ class PlannedPartitioner(CustomPartitionerFn):
         ).hexdigest()
 
 
-def graph_key(program: Program) -> str:
-    """The same for graphs whose schedules can be exchanged."""
-    return hashlib.sha256(repr(_nameless(program)).encode()).hexdigest()
-
-
-def _nameless(program: Program) -> tuple[Any, ...]:
-    """All of a program that plans depend on."""
-    tasks = [(t.reads, t.writes, t.cost, t.runs, t.overwrites) for t in program.every_task()]
-    values = [(value.bytes, value.kind, value.spec) for value in program.values]
-    return values, tasks, [len(ways) for ways in program.slots], program.outputs, program.tangents, program.gradients
+def _with_plan(graph: PlannedGraph, found: Plan, kernels: Kernels) -> PlannedGraph:
+    """The graph with this plan, whose kernels write to memory that ends with them where they can."""
+    schedule = settled(graph.program, found.schedule)
+    found = replace(found, schedule=schedule, report=simulate(graph.program, schedule, graph.costs))
+    nodes = saved_nodes(kernels, schedule)
+    names = tuple(node.name for node in nodes if node.op != "placeholder")
+    return replace(graph, plan=found, saved=names, saved_bytes=_saved_bytes(kernels, schedule))
 
 
 def _saved_bytes(kernels: Kernels, schedule: Schedule) -> int:
@@ -282,33 +224,5 @@ def _saved_bytes(kernels: Kernels, schedule: Schedule) -> int:
     return sum(value.bytes for value in saved if value.kind != "parameter")
 
 
-def step_of_calls(program: Program, calls: int) -> Step:
-    """A step that calls a graph several times, each time with parameters of its own; its menu is empty.
-
-    While one call runs backward, each of the others holds its parameters, and what it has saved or its gradients.
-    """
-    gradients = sum(program.values[v].bytes for v in program.gradients if v not in program.tangents)
-    base = _base_bytes(program) + (calls - 1) * parameter_bytes(program)
-    last = Moment("the backward of the last call", base, ((0, calls),), 0, "backward")
-    first = Moment("the backward of the first call", base + (calls - 1) * gradients, ((0, 1),), 0, "backward")
-    return Step((Piece("graph", calls),), (last, first))
-
-
-def point_of_call(program: Program, costs: Mapping[str, Cost], schedule: Schedule, saved_bytes: int) -> Point:
-    """A schedule of a graph as a point of `step_of_calls`.
-
-    Args:
-        saved_bytes: handed to the backward, inputs and results included.
-    """
-    report = simulate(program, schedule, costs)
-    peak = report.peak_bytes - _base_bytes(program)
-    return Point(schedule, report.seconds, saved_bytes, peak, peak, peak)
-
-
 def _point(kernels: Kernels, costs: Mapping[str, Cost], schedule: Schedule) -> Point:
     return point_of_call(kernels.program, costs, schedule, _saved_bytes(kernels, schedule))
-
-
-def _base_bytes(program: Program) -> int:
-    """What is there in the backward of one call whatever its schedule is."""
-    return program.resident_bytes + sum(program.values[v].bytes for v in program.tangents)

@@ -18,11 +18,11 @@ from torch import fx, nn
 
 from ..capture.example_inputs import Example
 from ..errors import ScheduleFileError
-from ..files import read_bytes, write_atomically
-from ..ir.json_fields import headed, read_as
+from ..files import write_atomically
+from ..ir.json_fields import headed, read_as, read_headed
 from ..ir.schedule import Schedule
 from ..replay.verify.steps import train_step
-from .partitioner import PlannedGraph, graph_key
+from .planned_graph import PlannedGraph, graph_key
 
 FORMAT, VERSION = "monet_like compile plan", 1
 
@@ -104,12 +104,10 @@ def read_plan(path: Path) -> CompilePlan:
     Raises:
         ScheduleFileError: it is unreadable or none of these.
     """
+    content = read_headed(path, "compile plan", FORMAT, (VERSION,), "export it again")
     try:
-        content = json.loads(read_bytes(path, "compile plan"))
-        if (content["format"], content["version"]) != (FORMAT, VERSION):
-            raise ValueError(f"its format is {content['format']!r}, version {content['version']!r}")
         return read_as(content, CompilePlan)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except ValueError as error:
         raise ScheduleFileError(f"{path} is no compile plan of monet_like: {error}; export it again") from error
 
 
@@ -129,6 +127,7 @@ def plan_model(
     """
     from torch._inductor.compile_fx import compile_fx
 
+    options["custom_partitioner_fn"].compares = False
     backend = partial(compile_fx, inner_compile=_run_as_it_is, config_patches=options)
     with precision or nullcontext():
         train_step(torch.compile(model, backend=backend), example)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from ..ir.program import Cost
 from ..profile.devices import DeviceLimits
@@ -64,8 +64,23 @@ def prices(kernels: Kernels, *, measured: bool) -> dict[str, Cost]:
             run = measured and not kernel.generated
             cost = measured_cost(kernel.root, kernel.writes, device) if run else None
             cost = cost or _estimated(kernel, device.limits)
-            found[task.cost] = replace(cost, workspace_bytes=max(cost.workspace_bytes, copied_bytes(kernel.root)))
+            found[task.cost] = _with_copies(cost, kernel.root)
     return found
+
+
+def price_of_call(node: fx.Node, writes: Sequence[fx.Node], device: Device, *, measured: bool) -> Cost:
+    """The cost of a call of PyTorch's operator, as `prices` has it.
+
+    Args:
+        writes: the node, or the parts of its result.
+    """
+    cost = measured_cost(node, writes, device) if measured else None
+    kernel = Kernel(node, tuple(node.all_input_nodes), (), tuple(writes))
+    return _with_copies(cost or _estimated(kernel, device.limits), node)
+
+
+def _with_copies(cost: Cost, root: fx.Node) -> Cost:
+    return replace(cost, workspace_bytes=max(cost.workspace_bytes, copied_bytes(root)))
 
 
 def copied_bytes(node: fx.Node) -> int:
@@ -135,6 +150,28 @@ def measured_cost(root: fx.Node, writes: Sequence[fx.Node], device: Device) -> C
         small = _bytes((*root.all_input_nodes, *writes)) <= MOST_MEASURED_BYTES
         MEASURED[key] = _measured(root, writes, device) if small else None
     return MEASURED[key]
+
+
+def with_strides(call: fx.Node, strides: Sequence[tuple[int, ...]]) -> fx.Node | None:
+    """A call with these strides of its tensors; None: the graph has the same, or does not say which tensors are meant.
+
+    Inductor may lay out what it writes in another way than the graph says: an operator may then have to copy it.
+    """
+    given = [node for node in pytree.arg_tree_leaves(*call.args, **call.kwargs) if isinstance(node, fx.Node)]
+    values = [value for node in given if isinstance(value := node.meta.get("val"), FakeTensor)]
+    if not len(values) == len(given) == len(strides):
+        return None
+    if any(value.dim() != len(found) for value, found in zip(values, strides, strict=True)):
+        return None
+    if all(value.stride() == found for value, found in zip(values, strides, strict=True)):
+        return None
+    graph = fx.Graph()
+    made = {}
+    for node, value, found in zip(given, values, strides, strict=True):
+        made[node] = graph.placeholder(node.name)
+        with value.fake_mode:
+            made[node].meta["val"] = value.as_strided(value.shape, found)
+    return graph.node_copy(call, made.__getitem__)
 
 
 def _measured(root: fx.Node, writes: Sequence[fx.Node], device: Device) -> Cost | None:

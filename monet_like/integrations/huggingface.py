@@ -9,38 +9,59 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from ..auto.auto_schedule import AutoSchedule, auto_schedule
+from ..auto.auto_schedule import AutoSchedule
 from ..auto.block import blocks_of
-from ..auto.block_plan import BlockPlan
-from ..auto.blocks import BlockNames, block_plan, unwrap
+from ..auto.blocks import BlockNames, block_plan, schedule_blocks, unwrap
+from ..auto.planning import Planning, Settings
+from ..auto.promise import BlockPlan
 from ..replay.stand_in import caching_config
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class MemoryBudget(TrainerCallback):
     """Plans the training steps of a Trainer's model within a memory budget.
 
     Args:
-        memory_budget: of the whole step: ``"8 GB"``, bytes as an int, or ``"60%"`` of plain PyTorch's peak.
+        memory_budget: of the whole step: ``"8 GB"``, bytes as an int, ``"60%"`` of plain PyTorch's peak, or
+            ``"card"``: what is free on the GPU; see `auto_schedule`.
         blocks: give each of these modules a schedule of its own, such as ``model.model.layers``; see `auto_schedule`.
             For deep models: equal blocks are captured and planned once.
-        options: the other arguments of `auto_schedule`, such as ``mode``, ``backend`` and ``optimizer``.
+        exact, optimizer, planning: see `auto_schedule`.
 
     Attributes:
         wrapper: of the model that is, or was last, trained; its ``record`` is the schedule. None before training, and
             with ``blocks``.
-        plan: what the schedules of the blocks promise. None before the first step, and without ``blocks``.
+        plan: what the schedules of the blocks, or of the parts that were found, promise. None before the first step,
+            and where the whole model has a schedule.
 
     The plan is made at the first step, for the inputs of that step. Evaluation and generation run the model as it is.
+
+    Raises:
+        UsageError: an argument is wrong.
     """
 
-    def __init__(self, memory_budget: str | int = "60%", *, blocks: BlockNames | None = None, **options: Any) -> None:
-        self.memory_budget, self.blocks, self.options = memory_budget, blocks, options
+    def __init__(
+        self,
+        memory_budget: str | int = "60%",
+        *,
+        exact: bool | None = None,
+        blocks: BlockNames | None = None,
+        optimizer: str = "none",
+        **planning: Unpack[Planning],
+    ) -> None:
+        self.by_blocks = blocks is not None or planning.get("weights", "device") != "device"
+        if self.by_blocks:
+            planning = {"keeps_result": False, **planning}  # the Trainer holds the loss alone while the backward runs
+        self.settings = Settings.of(memory_budget, exact, optimizer, planning, blocks=self.by_blocks)
+        self.blocks = blocks
         self.wrapper: AutoSchedule | None = None
         self.plan: BlockPlan | None = None
         self._cache = ""
@@ -49,31 +70,27 @@ class MemoryBudget(TrainerCallback):
         """Schedule the model's training steps from now on."""
         model = others["model"]
         self.on_train_end(args, state, control, **others)  # of an earlier training that failed
-        if self.blocks is not None:
+        if self.by_blocks:
             self._use_cache(model, False)
-            # The Trainer holds the loss alone while the backward runs.
-            options = {"keeps_result": False, **self.options}
             try:
-                auto_schedule(model, memory_budget=self.memory_budget, blocks=self.blocks, **options)
+                schedule_blocks(model, None, None, self.blocks, self.settings)
             except BaseException:
                 self._use_cache(model, True)
                 raise
             return
-        wrapper = auto_schedule(model, memory_budget=self.memory_budget, **self.options)
-        assert isinstance(wrapper, AutoSchedule)
-        self.wrapper = wrapper
+        self.wrapper = AutoSchedule(model, self.settings)
         _schedule(model, self.wrapper)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Have the plan that the first step has made."""
-        if self.plan is None and self.blocks is not None:
+        if self.plan is None and blocks_of(others["model"]):
             self.plan = block_plan(others["model"])
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Give the model its own forward, or its own blocks, back."""
         model = others["model"]
         _restore(model)
-        if self.blocks is not None and blocks_of(model):
+        if blocks_of(model):
             unwrap(model)
             self._use_cache(model, True)
 

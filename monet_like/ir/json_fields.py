@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+
+from ..errors import ScheduleFileError
+from ..files import read_text
 
 _Read = TypeVar("_Read")
 
@@ -14,6 +21,34 @@ def headed(record: Any, form: str, version: int, *, without: str) -> dict[str, A
     """The fields of a dataclass as the head of a file's content: format, version, and all but the field ``without``."""
     fields = {name: value for name, value in vars(record).items() if name != without}
     return {"format": form, "version": version, **fields}
+
+
+def digest_of_fields(content: dict[str, Any]) -> str:
+    """Of a file's content, so that a changed number is noticed."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def read_headed(path: Path, what: str, form: str, versions: Sequence[int], advice: str) -> dict[str, Any]:
+    """The content of a JSON file, whose header is checked.
+
+    Args:
+        what: the kind of file, for people, such as ``profile``.
+        form, versions: of the header: the format's name, and which versions of it can be read.
+        advice: what to do with another file.
+
+    Raises:
+        ScheduleFileError: missing, no JSON, or of another format or version.
+    """
+    try:
+        content: Any = json.loads(read_text(path, what))
+    except (ValueError, RecursionError) as error:  # the latter: nested too deeply
+        raise ScheduleFileError(f"{path} is not a {what} (no JSON: {error}); {advice}") from None
+    if not isinstance(content, dict) or content.get("format") != form:
+        raise ScheduleFileError(f"{path} is not a {what} of monet_like; {advice}")
+    version, known = content.get("version"), " and ".join(map(str, versions))
+    if type(version) is not int or version not in versions:
+        raise ScheduleFileError(f"{path} is a {what} of format version {version}, this package reads {known}; {advice}")
+    return content
 
 
 def read_as(content: Any, kind: type[_Read]) -> _Read:

@@ -7,11 +7,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
+
+from msgspec import Meta, Struct
 
 from ..errors import ScheduleFileError
-from ..files import read_text, write_atomically
+from ..files import write_atomically
 from .frames import frame
+from .json_fields import read_as, read_headed
 from .program import REFUSED, Cost
 
 if TYPE_CHECKING:
@@ -95,52 +98,43 @@ class Profile:
         Raises:
             ScheduleFileError: missing, not a profile, or of another version.
         """
-        text = read_text(path, "profile")
+        content = read_headed(path, "profile", FORMAT, (1, VERSION), _AGAIN)
         try:
-            content: Any = json.loads(text)
-        except (ValueError, RecursionError) as error:  # the latter: nested too deeply
-            raise ScheduleFileError(f"{path} is not a profile (no JSON: {error}); {_AGAIN}") from None
-        if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise ScheduleFileError(f"{path} is not a profile of monet_like; {_AGAIN}")
-        version = content.get("version")
-        if type(version) is not int or version not in (1, VERSION):
-            raise ScheduleFileError(
-                f"{path} is a profile of format version {version}, this package reads 1 and {VERSION}; {_AGAIN}"
-            )
-        try:
-            costs = {key: _cost(key, *entry[:2]) for key, entry in content["costs"].items()}
-            days = {key: _day(*entry[2:]) for key, entry in content["costs"].items() if len(entry) > 2}
-            device, note, versions = content["device"], content["note"], dict(content["versions"])
-            settings = dict(content.get("settings", {}))
-            if not all(isinstance(text, str) for text in (device, note, *versions.values(), *settings.values())):
-                raise TypeError("device, note, versions and settings must be text")
-            cublas_bytes = content.get("cublas_bytes", 0)
-            if type(cublas_bytes) is not int or not 0 <= cublas_bytes < 2**63:
-                raise ValueError(f"cublas_bytes is no number of bytes: {str(cublas_bytes)[:40]}")
-            return Profile(device, costs, note, versions, settings, cublas_bytes, days, _scaled(content))
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise ScheduleFileError(f"{path} is damaged ({error!r}); {_AGAIN}") from None
+            found = read_as(content, _Content)
+            if extra := found.scaled - found.costs.keys():
+                raise ValueError(f"scaled names {min(extra)[:40]!r}, which has no cost")
+            costs = {key: entry.cost(key) for key, entry in found.costs.items()}
+        except ValueError as error:
+            raise ScheduleFileError(f"{path} is damaged ({error}); {_AGAIN}") from None
+        days = {key: entry.day.isoformat() for key, entry in found.costs.items() if entry.day}
+        names = ("device", "note", "versions", "settings", "cublas_bytes", "scaled")
+        return Profile(costs=costs, days=days, **{name: getattr(found, name) for name in names})
 
 
-def _cost(key: str, seconds: Any, workspace_bytes: Any) -> Cost:
-    """A cost that can be added up: finite, not negative, and of the right types (JSON knows NaN and true)."""
-    if seconds is None and type(workspace_bytes) is int and workspace_bytes == 0:
-        return REFUSED
-    if type(seconds) not in (int, float) or type(workspace_bytes) is not int:
-        raise TypeError(f"the cost of {key} is not a number of seconds and a whole number of bytes")
-    if not 0 <= seconds < float("inf") or not 0 <= workspace_bytes < 2**63:
-        raise ValueError(f"the cost of {key} is {seconds} s, {workspace_bytes} bytes")
-    return Cost(float(seconds), workspace_bytes)
+_Bytes = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
-def _scaled(content: Mapping[str, Any]) -> frozenset[str]:
-    """Keys of costs, without repetition; none in files of before."""
-    found = content.get("scaled", [])
-    if not isinstance(found, list) or not all(isinstance(key, str) and key in content["costs"] for key in found):
-        raise ValueError(f"scaled is no list of operators: {str(found)[:40]}")
-    return frozenset(found)
+class _Entry(Struct, array_like=True, forbid_unknown_fields=True):
+    """An operator's cost in a file, and the day of its measurement; no seconds: it does not run there."""
+
+    seconds: Annotated[float, Meta(ge=0)] | None
+    workspace_bytes: _Bytes
+    day: date | None = None
+
+    def cost(self, key: str) -> Cost:
+        """The cost of the operator ``key``."""
+        if self.seconds is None and self.workspace_bytes:
+            raise ValueError(f"{key[:40]!r} has a workspace and no seconds")
+        return REFUSED if self.seconds is None else Cost(self.seconds, self.workspace_bytes)
 
 
-def _day(text: Any) -> str:
-    """A day such as ``2026-11-25``."""
-    return date.fromisoformat(text).isoformat()
+class _Content(Struct):
+    """A file's fields; those with a default are in none of the oldest files."""
+
+    device: str
+    costs: dict[str, _Entry]
+    note: str
+    versions: dict[str, str]
+    settings: dict[str, str] = {}
+    cublas_bytes: _Bytes = 0
+    scaled: frozenset[str] = frozenset()

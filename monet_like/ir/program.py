@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,24 +30,12 @@ Runs = Literal["both", "first", "again"]
 Copies = Literal["", "whole", "start", "end"]
 
 _TASK_COLUMNS = {
-    **{
-        "stage": "object",
-        "slot": "Int64",
-        "way": "Int64",
-        "task": "object",
-        "variant": "object",
-        "mode_word": "object",
-    },
-    **{"runs": "object", "reads": "object", "writes": "object", "written_bytes": "int64", "cost": "object"},
-}
+    "stage": "object", "slot": "Int64", "way": "Int64", "task": "object", "variant": "object", "mode_word": "object",
+    "runs": "object", "reads": "object", "writes": "object", "written_bytes": "int64", "cost": "object",
+}  # fmt: skip
 _VALUE_COLUMNS = {
-    "value": "int64",
-    "name": "object",
-    "kind": "object",
-    "tensor": "object",
-    "bytes": "int64",
-    "host_bytes": "int64",
-}
+    "value": "int64", "name": "object", "kind": "object", "tensor": "object", "bytes": "int64", "host_bytes": "int64",
+}  # fmt: skip
 
 #: Kinds whose storage exists during the whole step, whatever the schedule does.
 RESIDENT_KINDS = frozenset({"parameter", "buffer", "input"})
@@ -128,6 +116,7 @@ class Task:
         copies: a copy from or to the host, on the copy engine: ``whole``: the next task waits for it; ``start``: it
             runs beside what follows, and who reads what it writes waits; ``end``: the reader that is there for that.
         calls: the operator calls, in order. Planners never look at them.
+        run_bytes: of a task in a schedule's step: predicted memory while it runs, for people; None: not known.
     """
 
     name: str
@@ -140,6 +129,7 @@ class Task:
     runs: Runs = "both"
     copies: Copies = ""
     calls: tuple[Call, ...] = ()
+    run_bytes: int | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

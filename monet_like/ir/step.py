@@ -24,17 +24,39 @@ a choice has::
               0                              otherwise
 
 Several micro-batches may be in flight, as in a pipeline: ``n[m,b]`` counts their calls.
+
+The frozen weights of a piece are resident, or streamed from the host (`Streaming`): its point has ``ahead > 0``. With
+visits ``j = 0, 1, ...``, the moments at which a piece ``b(j)`` runs, and
+
+* ``slot[b]``, ``freed[b]``: bytes of a slot for the piece's weights, and of them; ``copy[b]``: seconds of a copy;
+* ``run[j]``: seconds of the forward or the backward of the point that ``b(j)`` takes; ``fetch[j]``: those among them in
+  which the link from the host is busy with the point's own activations;
+* ``slots``: the most streamed pieces that visits ``j .. j + ahead`` have, over all ``j``, visits taken as a circle
+  (`slots_of`);
+
+every moment's bytes are ``slots max[b] slot[b] - sum[b] freed[b]`` more, over streamed pieces (`streamed_bytes`),
+and the seconds are those of two clocks, of the device and of the link (`seconds_of`)::
+
+    end[j]    max(end[j-1], there[j]) + run[j]
+    there[j]  max(end[j-ahead-1], there[i] + fetch[i .. j-1]) + copy[b(j)]   if b(j) has to be copied; ``i``: the visit
+                                                                             that was copied before
+
+without ``there[j]`` and with a copy of no time if ``b(j)`` is resident. A piece is not copied if one of the ``ahead``
+visits before has it: its weights are still there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from .schedule import Schedule
 
 Stage = Literal["", "forward", "backward"]
+#: A piece and which of its stages runs.
+Visit = tuple[int, Literal["forward", "backward"]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +75,9 @@ class Point:
             an earlier micro-batch: each is freed as soon as it is added.
         shared: inputs and results of the piece that it keeps for the backward: values of the program. Their storage may
             be kept by other pieces as well.
+        forward_seconds: of the forward alone.
+        fetch_seconds: of the copies of activations from the host that the backward makes.
+        ahead: how many pieces earlier the copy of its frozen weights from the host begins; 0: they are resident.
     """
 
     schedule: Schedule
@@ -62,6 +87,9 @@ class Point:
     backward_peak_bytes: int
     adding_peak_bytes: int
     shared: tuple[int, ...] = ()
+    forward_seconds: float = 0.0
+    fetch_seconds: float = 0.0
+    ahead: int = 0
 
     @property
     def numbers(self) -> tuple[float, int, int, int, int]:
@@ -69,6 +97,11 @@ class Point:
         return (
             self.seconds, self.carried_bytes, self.forward_peak_bytes, self.backward_peak_bytes, self.adding_peak_bytes
         )  # fmt: skip
+
+    @property
+    def streaming(self) -> tuple[float, float, int]:
+        """What the clocks of streamed weights read."""
+        return self.forward_seconds, self.fetch_seconds, self.ahead
 
 
 @dataclass(frozen=True)
@@ -125,11 +158,42 @@ class Moment:
 
 
 @dataclass(frozen=True)
+class Streaming:
+    """Frozen weights that may be streamed from the host.
+
+    Attributes:
+        bytes: by piece, those of a slot for its weights; 0: it has none that may be streamed.
+        freed_bytes: by piece, those that its weights take where they are resident.
+        seconds: by piece, of a copy.
+        given: by piece the ``ahead`` of an earlier plan, which stays; None: the planner chooses.
+    """
+
+    bytes: tuple[int, ...]
+    freed_bytes: tuple[int, ...]
+    seconds: tuple[float, ...]
+    given: tuple[int, ...] | None = None
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What a plan depends on, without the link's rate, which differs a little from one measurement to the next."""
+        return self.bytes, self.freed_bytes, self.given
+
+
+@dataclass(frozen=True)
 class Step:
-    """A training step: its pieces, which moments name by their places, and its moments in order."""
+    """A training step: its pieces, which moments name by their places, and its moments in order.
+
+    ``streaming``: of frozen weights; None: all are resident.
+    """
 
     pieces: tuple[Piece, ...]
     moments: tuple[Moment, ...]
+    streaming: Streaming | None = None
+
+    @cached_property
+    def visits(self) -> tuple[Visit, ...]:
+        """The forwards and backwards of pieces in the order in which they run."""
+        return tuple((m.running, m.stage) for m in self.moments if m.running is not None and m.stage)
 
     @property
     def menus(self) -> tuple[tuple[Point, ...], ...]:
@@ -154,9 +218,78 @@ class Step:
 def peak_of(step: Step, choice: Sequence[Point]) -> tuple[int, str]:
     """The largest memory of all moments in bytes, and the name of the first moment that has it."""
     found = max(step.moments, key=lambda moment: moment.bytes(choice))
-    return found.bytes(choice), found.name
+    return found.bytes(choice) + streamed_bytes(step, choice), found.name
+
+
+def moments_of(step: Step, choice: Sequence[Point]) -> tuple[tuple[str, int], ...]:
+    """The name and the memory of every moment, in the order of the step."""
+    streamed = streamed_bytes(step, choice)
+    return tuple((moment.name, moment.bytes(choice) + streamed) for moment in step.moments)
 
 
 def seconds_of(step: Step, choice: Sequence[Point]) -> float:
-    """Seconds of all pieces together, each run as often as the step calls it."""
-    return sum(piece.calls * point.seconds for piece, point in zip(step.pieces, choice, strict=True))
+    """Seconds of all pieces together, each run as often as the step calls it, and those of waiting for weights."""
+    plain = sum(piece.calls * point.seconds for piece, point in zip(step.pieces, choice, strict=True))
+    return plain + waiting_seconds(step, choice)
+
+
+def waiting_seconds(step: Step, choice: Sequence[Point]) -> float:
+    """Seconds for which the device waits for streamed weights; the link is measured by a clock of its own."""
+    if step.streaming is None or not any(point.ahead for point in choice):
+        return 0.0
+    visits, ahead = step.visits, max(point.ahead for point in choice)
+    end: list[float] = []
+    there = waited = 0.0
+    for place, ((piece, stage), is_copied) in enumerate(zip(visits, copied(visits, ahead), strict=True)):
+        point, now = choice[piece], end[-1] if end else 0.0
+        start = now
+        if is_copied:
+            there = max(end[place - ahead - 1] if place > ahead else 0.0, there)
+            if point.ahead:
+                there += step.streaming.seconds[piece]
+                start = max(now, there)
+        waited += start - now
+        end.append(start + run_seconds(point, stage))
+        if stage == "backward":
+            there += point.fetch_seconds
+    return waited
+
+
+def run_seconds(point: Point, stage: Stage) -> float:
+    """Seconds of one of a point's two stages."""
+    return point.forward_seconds if stage == "forward" else point.seconds - point.forward_seconds
+
+
+@lru_cache(maxsize=64)
+def copied(visits: tuple[Visit, ...], ahead: int) -> tuple[bool, ...]:
+    """Whether each visit's piece, if it is streamed, has to be copied: none of the step's visits just before has it."""
+    return tuple(
+        all(piece != before for before, _ in visits[max(place - ahead, 0) : place])
+        for place, (piece, _) in enumerate(visits)
+    )
+
+
+@lru_cache(maxsize=64)
+def windows(visits: tuple[Visit, ...], ahead: int) -> frozenset[frozenset[int]]:
+    """The pieces of each visit and the ``ahead`` visits after it."""
+    return frozenset(
+        frozenset(visits[(place + distance) % len(visits)][0] for distance in range(ahead + 1))
+        for place in range(len(visits))
+    )
+
+
+def slots_of(step: Step, choice: Sequence[Point]) -> int:
+    """Slots that streamed weights need on the device; 0: none are streamed."""
+    ahead = max(point.ahead for point in choice)
+    return max((sum(choice[p].ahead > 0 for p in window) for window in windows(step.visits, ahead)), default=0)
+
+
+def streamed_bytes(step: Step, choice: Sequence[Point]) -> int:
+    """Bytes of the slots, without those of streamed weights: by so many each moment has more than with all weights on
+    the device.
+    """
+    if step.streaming is None or not any(point.ahead for point in choice):
+        return 0
+    streamed = [piece for piece, point in enumerate(choice) if point.ahead]
+    slot = max(step.streaming.bytes[piece] for piece in streamed)
+    return slots_of(step, choice) * slot - sum(step.streaming.freed_bytes[piece] for piece in streamed)

@@ -41,21 +41,31 @@ _MOST_PERCENT = 1000
 
 @dataclass(frozen=True)
 class Budget:
-    """A memory budget: an amount, or a share of plain PyTorch's peak.
+    """A memory budget: an amount, a share of plain PyTorch's peak, or what is free on the card.
 
     Attributes:
-        bytes: the amount; None: a share.
-        share: of plain PyTorch's predicted peak, 0.6 for "60%"; 0 beside an amount.
+        bytes: the amount; None: a share, or what is free.
+        share: of plain PyTorch's peak, 0.6 for "60%"; 0 beside an amount.
+        is_card: what is free on the device, see `monet_like.profile.card_budget`, which makes it an amount.
     """
 
     bytes: int | None = None
     share: float = 0.0
+    is_card: bool = False
 
     def __str__(self) -> str:
+        if self.is_card:
+            return "card"
         return f"{100 * self.share:g} %" if self.bytes is None else format_bytes(self.bytes)
 
     def of(self, plain_peak_bytes: int) -> int:
-        """The budget in bytes, where plain PyTorch's step has this peak."""
+        """The budget in bytes, where plain PyTorch's step has this peak.
+
+        Raises:
+            UsageError: it is what is free on the card, where no card is looked at.
+        """
+        if self.is_card:
+            raise UsageError('a budget of "card" is not known here; give an amount such as "8 GB", or "60%"')
         return int(self.share * plain_peak_bytes) if self.bytes is None else self.bytes
 
     @property
@@ -68,8 +78,8 @@ def parse_budget(budget: str | int | Budget, name: str = "memory budget") -> Bud
     """Read a memory budget, in Python or from the command line.
 
     Args:
-        budget: text: GB as a number (``"10"``), an amount with its unit (``"565 MB"``) or a share of plain PyTorch's
-            peak (``"60%"``); an int: bytes.
+        budget: text: GB as a number (``"10"``), an amount with its unit (``"565 MB"``), a share of plain PyTorch's
+            peak (``"60%"``), or ``"card"``, what is free on the device; an int: bytes.
         name: of the budget, for errors.
 
     Raises:
@@ -78,13 +88,15 @@ def parse_budget(budget: str | int | Budget, name: str = "memory budget") -> Bud
     if isinstance(budget, Budget):
         return budget
     if isinstance(budget, bool) or not isinstance(budget, str | int):
-        raise UsageError(f'{name} {budget!r} must be like "8 GB", bytes as an int, or "60%"')
+        raise UsageError(f'{name} {budget!r} must be like "8 GB", bytes as an int, "60%" or "card"')
     if isinstance(budget, int):
         if budget < 1:
             raise UsageError(f"{name} {budget} bytes must be more than 0")
         if budget > MOST_BYTES:
             raise UsageError(f"{name} must be at most {MOST_BYTES} bytes, which no memory has; give less")
         return Budget(budget)
+    if budget.strip().lower() == "card":
+        return Budget(is_card=True)
     if not budget.strip().endswith("%"):
         return Budget(parse_bytes(budget))
     match = _SHARE.fullmatch(budget)

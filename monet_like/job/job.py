@@ -13,11 +13,11 @@ import torch
 from ..capture.captured import Captured
 from ..capture.example_inputs import input_specs
 from ..compiler.comparison import strategy_points
-from ..compiler.pipeline import compile_prepared, prepare
+from ..compiler.pipeline import QUICK_SECONDS, compile_prepared, prepare
 from ..compiler.prepared import Prepared
 from ..compiler.progress import Progress
 from ..compiler.request import Request, captured_for, solver_and_strategy
-from ..compiler.sources import Source, capability_of
+from ..compiler.sources import Source, capability_of, limits_in
 from ..errors import UsageError
 from ..ir.profile_file import Profile
 from ..ir.program import Program
@@ -27,6 +27,7 @@ from ..ir.units import Budget, format_bytes, format_seconds, parse_budget, parse
 from ..plan import STRATEGIES
 from ..plan.budgets import Smallest, pareto, smallest_budget
 from ..plan.strategies import check_strategy
+from ..profile.card_budget import on_card
 from ..profile.devices import DeviceLimits
 from ..report.fronts import Comparison, Front
 from ..solvers.interface import check_solver
@@ -108,7 +109,8 @@ class Job:
         """The fastest schedule within a memory budget.
 
         Args:
-            budget: of the whole step: ``"8 GB"``, bytes as an int, or ``"60%"`` of plain PyTorch's peak.
+            budget: of the whole step: ``"8 GB"``, bytes as an int, ``"60%"`` of plain PyTorch's peak, or ``"card"``:
+                what is free on the GPU, less 5 % of it and at least 1 GB.
             solver: of the integer program (default: HIGHS); ``"heuristic"``: the local search alone.
             strategy: another way to plan, such as ``"checkmate"``; see `monet_like.plan.strategies`.
             time_limit_seconds, gap, threads: of the solver (default: 60 s, 0.01, 1).
@@ -123,16 +125,19 @@ class Job:
         """
         given = {"solver": solver, "strategy": strategy, "time_limit_seconds": time_limit_seconds, "gap": gap}
         request = self._request(**given, threads=threads)
-        limit = parse_budget(budget).limit
+        known = self.source.known
+        absent = limits_in(known) if request.target is not None or isinstance(known, DeviceLimits) else None
+        limit = on_card(parse_budget(budget), self.device, request.model, request.example, absent=absent).limit
         if quick and (request.strategy != "milp" or options):
             raise UsageError(
                 "quick plans are made by the local search; leave quick out, or the strategy and its options"
             )
         with self.progress() as progress:
             if quick:
-                ready = self._ready or self._quick or self._prepared(limit, progress, quick=True)
+                ready = self._ready or self._quick or self._prepared(limit, progress, request, quick=True)
             else:
-                ready = self._prepare(limit, progress)
+                ready = self._prepare(limit, progress, request)
+            progress.at("plan", most=QUICK_SECONDS if quick else request.time_limit_seconds)
             ready, found = compile_prepared(
                 request, ready, limit, self.device, quick=quick, save_profile=self.source.save,
                 progress=progress.profiling, plan_progress=progress.planning, **options,
@@ -226,13 +231,15 @@ class Job:
 
     def _smallest(self, solver: str, time_limit_seconds: float) -> Smallest:
         ready = self.ready
-        return smallest_budget(
-            ready.captured.program,
-            ready.costs,
-            extra_bytes=ready.extra_bytes,
-            solver=solver,
-            time_limit_seconds=time_limit_seconds,
-        )
+        with self.progress() as progress:
+            progress.at("plan", "the smallest budget", most=time_limit_seconds)
+            return smallest_budget(
+                ready.captured.program,
+                ready.costs,
+                extra_bytes=ready.extra_bytes,
+                solver=solver,
+                time_limit_seconds=time_limit_seconds,
+            )
 
     def _request(self, **given: Any) -> Request:
         """The request with the settings that are given; checked."""
@@ -242,21 +249,26 @@ class Job:
         check_strategy(strategy)
         return replace(request, solver=solver, strategy=strategy)
 
-    def _prepare(self, budget: int | Callable[[int], int] | None, progress: Progress | None = None) -> Prepared:
+    def _prepare(
+        self,
+        budget: int | Callable[[int], int] | None,
+        progress: Progress | None = None,
+        request: Request | None = None,
+    ) -> Prepared:
         """Capture and profile, once; a budget that is proven not to fit is refused before that."""
         if self._ready is not None:
             return self._ready
         if progress is None:
             with self.progress() as shown:
-                return self._prepare(budget, shown)
-        self._ready = self._prepared(budget, progress)
+                return self._prepare(budget, shown, request)
+        self._ready = self._prepared(budget, progress, request or self.request)
         return self._ready
 
     def _prepared(
-        self, budget: int | Callable[[int], int] | None, progress: Progress, *, quick: bool = False
+        self, budget: int | Callable[[int], int] | None, progress: Progress, request: Request, *, quick: bool = False
     ) -> Prepared:
         found = prepare(
-            self.request,
+            request,
             self.device,
             profile=self.source.known,
             save_profile=self.source.save,

@@ -12,10 +12,10 @@ from torch import nn
 from ..capture.absent_gpu.attention import check_attention
 from ..capture.precision import autocast_name
 from ..capture.trace.meta_tensors import is_meta, traced_device
-from ..compiler.problem import absent_device, read_device
 from ..compiler.progress import Progress
 from ..compiler.request import Request, optimizer_bytes
 from ..compiler.sources import Cached, Filed, Given, Source, capability_of, is_roofline
+from ..compiler.words import absent_device, read_device
 from ..errors import UsageError
 from ..ir.defaults import MODE
 from ..ir.mode import parse_mode

@@ -2,9 +2,8 @@
 
 from .adapters import QUANTISATIONS, add_adapters, check_quantisation
 from .decoders import SHAPES, Decoder, Shape, decoder
-from .loader import DEFAULT_INPUT_SHAPE, ModelSpec, build_model, is_registered, told
+from .loader import DEFAULT_INPUT_SHAPE, ModelSpec, build_model, function_of, is_registered, told
 from .nas import amoebanet, darts, nasnet
-from .parts import Parts, attention_window, parts_of
 from .unet import UNet
 
 __all__ = [
@@ -13,18 +12,16 @@ __all__ = [
     "SHAPES",
     "Decoder",
     "ModelSpec",
-    "Parts",
     "Shape",
     "UNet",
     "add_adapters",
     "amoebanet",
-    "attention_window",
     "build_model",
     "check_quantisation",
     "darts",
     "decoder",
+    "function_of",
     "is_registered",
     "nasnet",
-    "parts_of",
     "told",
 ]

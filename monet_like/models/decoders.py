@@ -14,8 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .parts import Parts
-
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
@@ -84,49 +82,26 @@ class Decoder(nn.Module):
         Returns:
             A float32 scalar, or logits [N, length, vocabulary] in the dtype of the parameters.
         """
-        parts = self.parts()
-        x, *tables = parts.start(tokens)
-        for block in parts.blocks:
-            x = block(x, *tables)
-        result: torch.Tensor = parts.end(x, labels) if labels is not None else self.lm_head(self.norm(x))
-        return result
-
-    def parts(self) -> Parts:
-        """The model in parts that run one after the other."""
-        return Parts(_Start(self), tuple(self.layers), _End(self))
-
-    def make_inputs(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and labels of ``length`` tokens each."""
-        return tuple(torch.zeros(batch, self.length, dtype=torch.long) for _ in range(2))  # type: ignore[return-value]
-
-
-class _Start(nn.Module):
-    """Embeds tokens; the tables of the rotary positions are the same for all blocks."""
-
-    def __init__(self, model: Decoder) -> None:
-        super().__init__()
-        self.embed_tokens = model.embed_tokens
-        self.width, self.base = model.shape.width // model.shape.heads, model.shape.base
-
-    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Embedded tokens [N, length, width], cosines and sines [length, width of a head] in the same dtype."""
         x = self.embed_tokens(tokens)
-        places = torch.arange(0, self.width, 2, dtype=torch.float32, device=tokens.device)
+        tables = self._tables(tokens, x.dtype)
+        for layer in self.layers:
+            x = layer(x, *tables)
+        logits: torch.Tensor = self.lm_head(self.norm(x))
+        if labels is None:
+            return logits
+        return nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+    def _tables(self, tokens: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of the rotary positions [length, width of a head], the same for all layers."""
+        width = self.shape.width // self.shape.heads
+        places = torch.arange(0, width, 2, dtype=torch.float32, device=tokens.device)
         steps = torch.arange(tokens.shape[1], dtype=torch.float32, device=tokens.device)
-        angles = torch.outer(steps, self.base ** (-places / self.width)).repeat(1, 2)
-        return x, angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        angles = torch.outer(steps, self.shape.base ** (-places / width)).repeat(1, 2)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
 
-
-class _End(nn.Module):
-    """The last norm, the head, and the mean cross-entropy of float32 logits."""
-
-    def __init__(self, model: Decoder) -> None:
-        super().__init__()
-        self.norm, self.lm_head = model.norm, model.lm_head
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        logits = self.lm_head(self.norm(x)).float()
-        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    def make_inputs(self, batch: int, length: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and labels of ``length`` tokens each; 0: of the decoder's own."""
+        return tuple(torch.zeros(batch, length or self.length, dtype=torch.long) for _ in range(2))  # type: ignore[return-value]
 
 
 class Block(nn.Module):

@@ -178,6 +178,16 @@ def _find(names: list[str], text: str) -> Any:
 
 
 def _from_file(text: str) -> tuple[str, Any, ModuleType]:
+    name, make, module = function_of(text)
+    return name, _call(make, [], {}, text), module
+
+
+def function_of(text: str) -> tuple[str, Callable[..., Any], ModuleType]:
+    """The function that ``path/to/file.py:function`` names, with a short name and the file as a module.
+
+    Raises:
+        UsageError: there is none, or the file cannot be loaded.
+    """
     where, _, function = text.rpartition(":")
     path = Path(where)
     function = function.removesuffix("()")
@@ -194,7 +204,7 @@ def _from_file(text: str) -> tuple[str, Any, ModuleType]:
     make = getattr(module, function, None)
     if not callable(make):
         raise UsageError(f"MODEL {text!r}: {path} has no function {function!r}")
-    return f"{path.stem}_{function}", _call(make, [], {}, text), module
+    return f"{path.stem}_{function}", make, module
 
 
 def _call(make: Any, args: list[Any], kwargs: dict[str, Any], text: str) -> Any:

@@ -56,11 +56,11 @@ def load() -> None:
         from .registry import NAMESPACE, register_fakes
 
         ours, in_python = operators(), python_operators()
-        _reason = _load_library()
-        library = torch.library.Library(NAMESPACE, "DEF" if _reason else "FRAGMENT")
+        library = torch.library.Library(NAMESPACE, "DEF")
         _keep_alive.append(library)
-        for name, known in {**(ours if _reason else {}), **in_python}.items():
+        for name, known in {**ours, **in_python}.items():
             library.define(name + known.schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _reason = _load_library()
         # Whatever device has no kernel of its own gets the references.
         compiled: dict[str, frozenset[str]] = {}
         for device, key in _DEVICES.items():
@@ -132,6 +132,7 @@ def status() -> str:
 
 def _load_library() -> str:
     """Load the compiled library. Returns the empty string, or the reason why it cannot be used."""
+    import ctypes
     import os
 
     import torch
@@ -142,15 +143,14 @@ def _load_library() -> str:
         return "MONET_LIKE_KERNELS=reference asks for them"
     if not build.library_path().exists():
         return "the compiled kernels are not built"
-    built_for = build.manifest().get("torch")
-    if built_for != torch.__version__:
-        # The C++ interface changes between releases: loading such a library can crash rather than fail.
-        return f"the compiled kernels were built for torch {built_for}, this is torch {torch.__version__}"
+    if not build.is_loadable():
+        return "the compiled kernels are of another version of monet_like"
     try:
-        torch.ops.load_library(str(build.library_path()))
+        kernels = ctypes.CDLL(str(build.library_path()))
+        kernels.monet_like_set_cpu_capability(torch.backends.cpu.get_cpu_capability().encode())
         if torch.cuda.is_available() and build.library_path("kernels_cuda").exists():
             torch.ops.load_library(str(build.library_path("kernels_cuda")))
-            if build.library_path("kernels_cudnn").exists():
+            if build.fits_this_torch("kernels_cudnn"):
                 with contextlib.suppress(OSError):  # another cuDNN: then only its algorithms are left out
                     torch.ops.load_library(str(build.library_path("kernels_cudnn")))
     except OSError as error:

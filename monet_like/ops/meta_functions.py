@@ -34,10 +34,6 @@ def _ctc_loss(
     return log_probs.new_empty(batch), log_probs.new_empty(batch, steps, 2 * max(target_lengths, default=0) + 1)
 
 
-def _ctc_loss_backward(grad: Tensor, log_probs: Tensor, *_: Any, **__: Any) -> Tensor:
-    return log_probs.new_empty(log_probs.shape)
-
-
 def _like_second(grad: Tensor, x: Tensor, *_: Any, **__: Any) -> Tensor:
     return x.new_empty(x.shape)
 
@@ -125,7 +121,7 @@ def register() -> None:
         torch.library.register_fake(f"aten::{name}", _row_major, allow_override=True)
     torch.library.register_fake("aten::_ctc_loss", _ctc_loss, allow_override=True)
     for name in ("_ctc_loss_backward", "_ctc_loss_backward.Tensor"):
-        torch.library.register_fake(f"aten::{name}", _ctc_loss_backward, allow_override=True)
+        torch.library.register_fake(f"aten::{name}", _like_second, allow_override=True)
     for name in ("multi_margin_loss_backward", "multilabel_margin_loss_backward", "fractional_max_pool3d_backward"):
         torch.library.register_fake(f"aten::{name}", _like_second, allow_override=True)
     torch.library.register_fake("aten::_grouped_mm", _grouped_mm, allow_override=True)

@@ -1,7 +1,6 @@
 """Registers the operators `torch.ops.monet_like.*`: each has a schema, a plain-torch reference and a fake.
 
-* The schema lists arguments and results. csrc/ops.cpp repeats the schemas of the compiled operators; a test compares
-  them.
+* The schema lists arguments and results.
 * The reference, or plain-torch twin, computes on any device what the kernels in csrc/ must compute, with more memory
   and time. It stands in where no kernel is compiled.
 * The fake returns an uninitialised result of the right shape, dtype and strides, for tracing with fake tensors.

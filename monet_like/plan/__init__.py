@@ -69,8 +69,11 @@ def plan(
         threads=threads, extra_bytes=extra_bytes, progress=progress, **options,
     )  # fmt: skip
     if found.report.peak_bytes > budget_bytes:
-        raise SolverError(
+        error = SolverError(
             f"strategy {strategy} needs {format_bytes(found.report.peak_bytes)}, more than "
-            f"{format_bytes(budget_bytes)}, and finds nothing smaller; use strategy milp"
+            f"{format_bytes(budget_bytes)}, and finds nothing smaller; use strategy milp",
+            found.report.peak_bytes,
         )
+        error.smallest = found.schedule
+        raise error
     return found

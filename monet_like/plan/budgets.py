@@ -38,6 +38,27 @@ class Smallest:
     step: str
 
 
+#: Sizes of a step that are tried at most: batches, lengths.
+MOST_SIZE = 1 << 24
+
+
+def largest_size(fits: Callable[[int], bool], begin: int = 1, *, powers: bool = False) -> int:
+    """The largest size from 1 on for which ``fits`` holds, where it holds for all smaller ones; 0: for none.
+
+    Args:
+        begin: the size that is tried first.
+        powers: only 1, 2, 4 and so on are tried, for searches in which each size is planned anew.
+    """
+    begin = 1 if powers else begin
+    low, high = (begin, 2 * begin) if fits(begin) else (0, begin)
+    while low and high <= MOST_SIZE and fits(high):
+        low, high = high, 2 * high
+    while high - low > 1 and not powers:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
 @plans_without_refused
 def smallest_budget(
     program: Program,
@@ -81,7 +102,7 @@ def smallest_budget(
 
 
 @dataclass(frozen=True)
-class Point:
+class FrontPoint:
     """One point of the front of step time against memory: a budget and its plan; None: no plan was found."""
 
     budget_bytes: int
@@ -100,7 +121,7 @@ def pareto(
     strategy: str = "milp",
     start: Schedule | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> tuple[Point, ...]:
+) -> tuple[FrontPoint, ...]:
     """Plans for several budgets, the smallest first; the search for each starts from the plan before.
 
     Args:
@@ -109,7 +130,7 @@ def pareto(
         time_limit_seconds: wall seconds for each budget.
         progress: called with how many budgets are done and how many there are.
     """
-    points: list[Point] = []
+    points: list[FrontPoint] = []
     last: Plan | None = None
     for done, budget in enumerate(sorted(budgets_bytes)):
         if progress is not None:
@@ -127,11 +148,11 @@ def pareto(
             if last is not None and last.report.seconds < found.report.seconds:
                 found = replace(found, schedule=last.schedule, report=last.report)
             last = found
-        points.append(Point(budget, found))
+        points.append(FrontPoint(budget, found))
     return tuple(points)
 
 
-def seconds_per_gigabyte(points: Sequence[Point]) -> tuple[float | None, ...]:
+def seconds_per_gigabyte(points: Sequence[FrontPoint]) -> tuple[float | None, ...]:
     """For every point, the seconds of a step that each further GB (2**30 bytes) up to the next point saves."""
     found: list[float | None] = []
     for one, other in zip(points, points[1:], strict=False):
@@ -143,7 +164,7 @@ def seconds_per_gigabyte(points: Sequence[Point]) -> tuple[float | None, ...]:
     return (*found, None)
 
 
-def percent_per_tenth(points: Sequence[Point]) -> tuple[float | None, ...]:
+def percent_per_tenth(points: Sequence[FrontPoint]) -> tuple[float | None, ...]:
     """For every point, by how many percent the step gets shorter with 10 % more memory.
 
     Between two budgets the front is taken as a straight line, beyond the largest as level. None for the largest, and
@@ -162,6 +183,17 @@ def percent_per_tenth(points: Sequence[Point]) -> tuple[float | None, ...]:
         there = numpy.interp(1.1 * point.budget_bytes, budgets, seconds)
         found.append(float(100 * (1 - there / here)))
     return tuple(found)
+
+
+@plans_without_refused
+def lowest_quickly(program: Program, costs: Mapping[str, Cost], *, extra_bytes: int = 0) -> Lowest | None:
+    """The schedule with the lowest peak that a plan falls back to where nothing fits; so a plan within it is found."""
+    if has_overlap(program):
+        small = without_overlap(program)
+        quick = lowest_quickly(small.program, costs, extra_bytes=extra_bytes)
+        return quick and replace(quick, schedule=small.whole(quick.schedule))
+    known = smallest_known(program, costs, extra_bytes=extra_bytes)
+    return known and Lowest(*known, floor_bytes(program, costs, extra_bytes)[0])
 
 
 @plans_without_refused

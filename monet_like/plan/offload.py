@@ -94,7 +94,8 @@ def plan_copies(
             for key, cost in costs.items()
         }
         try:
-            found = find(small.program, priced)
+            with small.planning():
+                found = find(small.program, priced)
         except (InfeasibleError, SolverError) as error:
             failure = error
             continue

@@ -8,11 +8,12 @@ left; schedules name tasks by their indices in the whole program, so a plan is t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
-from ..errors import ProfileError
+from ..errors import MonetError, ProfileError
 from ..ir.program import REFUSED, Cost, Program, Task
 from ..ir.schedule import Schedule
 from ..ir.simulate import cost_of
@@ -59,6 +60,15 @@ class Subprogram:
             tuple(tuple(index[p] for p in tasks) for tasks in schedule.again),
             tuple(chosen.index(k) for chosen, k in zip(self.ways, schedule.ways, strict=True)),
         )
+
+    @contextmanager
+    def planning(self) -> Iterator[None]:
+        """While this program is planned: the schedule of an error becomes one of the whole program."""
+        try:
+            yield
+        except MonetError as error:
+            error.smallest = error.smallest and self.whole(error.smallest)
+            raise
 
 
 def plain_operators(program: Program) -> Subprogram:
@@ -135,7 +145,8 @@ def plans_without_refused(
         if isinstance(start := options.get("start"), Schedule):
             options["start"] = left.part(start)
         finite = {key: cost for key, cost in costs.items() if cost != REFUSED}
-        answer: Any = ask(left.program, finite, *args, **options)
+        with left.planning():
+            answer: Any = ask(left.program, finite, *args, **options)
         if isinstance(answer, Schedule):
             answer = left.whole(answer)
         elif answer is not None:

@@ -1,7 +1,7 @@
 """What share of a GPU's datasheet rates PyTorch's operators reach: measured on one card, taken for all.
 
 An operator on a GPU is taken to last ``launch + arithmetic * F / R + traffic * B / W``: F floating-point operations at
-the datasheet's rate R, and B bytes that it reads and writes once at the datasheet's bandwidth W. `PACES` has the
+the datasheet's rate R, and B bytes that it reads and writes once at the datasheet's bandwidth W. ``paces.csv`` has the
 factors of each kind of operator. They were fitted to 2,113 operators that were timed alone on an H200 (PyTorch 2.11,
 float32 in PyTorch's default layout and precisions, two decoders in bfloat16): ``python -m benchmarks.operator_paces
 table`` prints factors and errors, `benchmarks/results/cuda-nvidia-h200/operator_paces.md` has them. No other card was
@@ -21,8 +21,10 @@ What the larger factors are:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import csv
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,89 +45,23 @@ class Pace:
             channel; 0: there are as many as the card needs.
     """
 
-    traffic: float = 1.09
-    arithmetic: float = 1.0
-    launch_seconds: float = 3e-6
+    traffic: float
+    arithmetic: float
+    launch_seconds: float
     blocks: float = 0.0
 
 
-#: Of every kind of operator; see `kind_of`.
-PACES: Mapping[str, Pace] = {
-    "elementwise": Pace(),
-    "elementwise, two widths": Pace(2.1),
-    "reduction": Pace(1.1, launch_seconds=8e-6),
-    "mean of planes": Pace(5.5),
-    "softmax": Pace(1.8),
-    "layer norm": Pace(2.1),
-    "layer norm's backward": Pace(3.9),
-    "embedding's backward": Pace(5.0),
-    "average pooling": Pace(1.9, launch_seconds=25e-6),
-    "adaptive pooling": Pace(7.0, launch_seconds=150e-6),
-    "max pooling, 2x2/2": Pace(2.0),
-    "max pooling, 3x3/2": Pace(2.65),
-    "max pooling, other": Pace(4.6),
-    "max pooling's backward": Pace(7.0),
-    "our max pooling, other": Pace(5.6),
-    "our max pooling's backward": Pace(1.22),
-    "our max pooling's backward, other": Pace(7.4),
-    "our batch norm": Pace(1.71, launch_seconds=8e-6),
-    "our batch norm's backward": Pace(1.84, launch_seconds=8e-6),
-    "batch norm": Pace(2.35, launch_seconds=5e-6, blocks=1.15),
-    "batch norm's backward": Pace(2.3, launch_seconds=5e-6, blocks=2.0),
-    "PyTorch's batch norm's backward": Pace(2.8, launch_seconds=8e-6, blocks=2.1),
-    "product": Pace(arithmetic=1.8),
-    "product, 16 bits": Pace(arithmetic=1.1),
-    "product, 16 bits, odd rows": Pace(arithmetic=7.5),
-    "attention": Pace(arithmetic=1.3),
-    "convolution": Pace(5.2, 1.05, 20e-6),
-    "convolution for the input": Pace(3.6, 1.05, 40e-6),
-    "convolution for the weight": Pace(5.2, 2.25, 20e-6),
-    "convolution, sample by sample": Pace(1.0, 1.84, 14e-6),
-    "convolution of volumes": Pace(4.4, 2.3, 30e-6),
-    "convolution of volumes for the input": Pace(6.7, 1.05, 20e-6),
-    "convolution of volumes for the weight": Pace(16.0, 2.25, 20e-6),
-    "convolution of volumes 1x1": Pace(1.4, 1.0, 8e-6),
-    "convolution of volumes 1x1 for the weight": Pace(6.7, 1.0, 12e-6),
-    "convolution 1x1": Pace(0.7, 2.2, 30e-6),
-    "convolution 1x1 for the weight": Pace(0.7, 3.2, 45e-6),
-    "convolution, channels last": Pace(1.09, 1.3, 10e-6),
-    "depthwise convolution": Pace(1.09, 27.0, 10e-6),
-    "depthwise convolution, strided": Pace(2.2, 1.0, 10e-6),
-    "depthwise convolution for the input": Pace(1.09, 50.0, 10e-6),
-    "depthwise convolution for the input, strided": Pace(1.09, 210.0, 10e-6),
-    "depthwise convolution for the weight": Pace(7.0, 1.0, 50e-6),
-}
+def _rows() -> Iterator[tuple[str, Pace, list[str]]]:
+    """Of every kind of operator its name, its pace, and the operators that are of this kind by their name alone."""
+    with Path(__file__).with_name("paces.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            numbers = (float(row[name]) for name in ("traffic", "arithmetic", "launch_seconds", "blocks"))
+            yield row["kind"], Pace(*numbers), [op for op in row["operators"].split("|") if op]
 
-_NAMED = {
-    "aten.sum.dim_IntList": "reduction",
-    "aten.sum.default": "reduction",
-    "aten._softmax.default": "softmax",
-    "aten._softmax_backward_data.default": "softmax",
-    "aten._log_softmax.default": "softmax",
-    "aten._log_softmax_backward_data.default": "softmax",
-    "aten.native_layer_norm.default": "layer norm",
-    "aten.native_layer_norm_backward.default": "layer norm's backward",
-    "aten.embedding_dense_backward.default": "embedding's backward",
-    "aten.avg_pool2d.default": "average pooling",
-    "aten.avg_pool2d_backward.default": "average pooling",
-    "aten.avg_pool3d.default": "average pooling",
-    "aten.avg_pool3d_backward.default": "average pooling",
-    "aten._adaptive_avg_pool2d.default": "adaptive pooling",
-    "aten._adaptive_avg_pool2d_backward.default": "adaptive pooling",
-    "aten.max_pool2d_with_indices_backward.default": "max pooling's backward",
-    "aten.cudnn_batch_norm.default": "batch norm",
-    "aten.cudnn_batch_norm_backward.default": "batch norm's backward",
-    "aten.native_batch_norm.default": "batch norm",
-    "aten._native_batch_norm_legit.default": "batch norm",
-    "aten._native_batch_norm_legit.no_stats": "batch norm",
-    "aten._native_batch_norm_legit_functional.default": "batch norm",
-    "aten.native_batch_norm_backward.default": "PyTorch's batch norm's backward",
-    "bitsandbytes.gemm_4bit.default": "product, 16 bits",
-    "bitsandbytes.int8_scaled_mm.default": "product, 16 bits",
-    "monet_like.mm_largest.default": "product",
-    "monet_like.batch_norm_train.default": "our batch norm",
-    "monet_like.batch_norm_activation_backward.default": "our batch norm's backward",
-}
+
+#: Of every kind of operator; see `kind_of`.
+PACES: Mapping[str, Pace] = {kind: pace for kind, pace, _ in _rows()}
+_NAMED = {op: kind for kind, _, operators in _rows() for op in operators}
 #: Names of poolings whose window and stride decide, and where these stand among the arguments.
 _POOLINGS = {
     "aten.max_pool2d_with_indices.default": ("max pooling", 1),

@@ -20,6 +20,7 @@ from ..ir.program import RESIDENT_KINDS, Task
 from ..ops.sync_batch_norm import COMMUNICATING
 from ..runtime.codegen import Block, compile_block
 from ..runtime.operators import without_fallback
+from .profiler import makes
 from .task_inputs import Inputs
 
 
@@ -34,7 +35,7 @@ def as_made(captured: Captured, device: torch.device) -> Captured:
     known.update(captured.program.tangents)
     made: dict[Any, tuple[TensorMeta, ...]] = {}  # by operators, and what they read looks like
     for task in captured.every_task():
-        writes = tuple(v for v in task.writes if _makes(task, v) and values[v].spec != "state")
+        writes = tuple(v for v in task.writes if makes(task, v) and values[v].spec != "state")
         fresh = [v for v in writes if v not in known]
         if not fresh or task.copies:
             continue
@@ -62,11 +63,6 @@ def _made(task: Task, writes: tuple[int, ...], maker: Inputs) -> tuple[TensorMet
         inputs = maker.of(task)
         results = run([inputs[v].clone() if v == task.overwrites else inputs[v] for v in task.reads])[1]
         return tuple(map(TensorMeta.of, results))
-
-
-def _makes(task: Task, value: int) -> bool:
-    """Whether a value is a tensor that a call of the task makes; others are side effects."""
-    return any(out is not None and out.name == value for call in task.calls for out in call.outs)
 
 
 def _lies_otherwise(found: TensorMeta, told: TensorMeta) -> bool:

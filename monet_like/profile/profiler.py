@@ -25,6 +25,7 @@ from ..ops import liger, runs_here
 from ..ops.sync_batch_norm import COMMUNICATING
 from ..runtime.codegen import Block, compile_block
 from ..runtime.operators import without_fallback
+from ..runtime.out_of_memory import silent
 from .measure import allocated_peak, seconds_of
 from .task_inputs import Inputs
 
@@ -163,7 +164,7 @@ class _Trial:
         self.task, self._maker, self._is_short = task, maker, False
         if task.word == ALGORITHMS and not all(runs_here(call.op, maker.device.type) for call in task.calls):
             raise ProfileError(f"{task.name} does not run here")  # what would be measured is PyTorch's own
-        writes = tuple(v for v in task.writes if _has_tensor(task, v))
+        writes = tuple(v for v in task.writes if makes(task, v))
         self._run = compile_block(Block(task.reads, (task,), (), writes), task.name, COMMUNICATING | without_fallback())
         try:
             allocated = self._by_itself(self._peak)
@@ -213,6 +214,7 @@ class _Trial:
         try:
             with (
                 torch.no_grad(),
+                silent(),
                 torch._C._DisableAutocast(),
                 torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
             ):
@@ -232,5 +234,6 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in first
 
 
-def _has_tensor(task: Task, value: int) -> bool:
+def makes(task: Task, value: int) -> bool:
+    """Whether a value is a tensor that a call of the task makes; others are side effects."""
     return any(out is not None and out.name == value for call in task.calls for out in call.outs)

@@ -51,3 +51,20 @@ def _measured(device: torch.device, _settings: str) -> DeviceLimits:
         bytes_per_second=2 * source.nbytes / copy,
         source="measured here: a product and a copy",
     )
+
+
+#: Bytes of the copy from the host that is measured.
+_LINK_BYTES = 2**26
+
+
+def host_rate(device: torch.device) -> float:
+    """Bytes a second of copies from pinned memory of the host; measured once in a process."""
+    return _host_rate(device, settings_digest(device))
+
+
+@functools.cache
+def _host_rate(device: torch.device, _settings: str) -> float:
+    source = torch.ones(_LINK_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    target = torch.empty(_LINK_BYTES, dtype=torch.uint8, device=device)
+    seconds = seconds_of(lambda: target.copy_(source, non_blocking=True), device, repeats=4)
+    return _LINK_BYTES / seconds if seconds > 0 else limits_like(device).host_bytes_per_second

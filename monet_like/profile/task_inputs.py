@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..capture.captured import Captured, TensorMeta
-from ..ir.program import Task
+from ..ir.program import Call, Task
 from ..ops.sync_batch_norm import COMMUNICATING
 from ..runtime.codegen import Block, compile_block
 from ..runtime.operators import get_rng_state
@@ -23,12 +23,20 @@ _OF_PROBABILITIES = (
     "aten._standard_gamma.",
 )  # fmt: skip
 
+#: Of operators of other libraries nobody knows what they read: as `roi_align`'s numbers of images, floating ones may be
+#: indices that are not checked. All are 0 where they are uniform in 0 to 1.
+_KNOWN = ("aten.", "prims.", "monet_like.")
+
 #: Of integers that these operators read none may be zero: rows that change places.
 _OF_PIVOTS = ("aten.lu_unpack.", "aten.linalg_lu_solve.")
 #: Lengths that these operators read add up to the length of what they divide.
 _OF_LENGTHS = ("aten.segment_reduce.", "aten._segment_reduce_backward.")
 #: How often each row is repeated adds up to the rows of the result.
 _OF_REPEATS = "aten.repeat_interleave.Tensor"
+#: Integers that these operators read are no less than zero: an index less the first one of a part.
+_OF_INDICES = ("aten.gather.", "aten.scatter", "aten.index_select.")
+#: A mask of this operator has as many places as there are rows to write.
+_OF_ROWS = "aten.index_put."
 
 
 class Inputs:
@@ -59,9 +67,9 @@ class Inputs:
     def of(self, task: Task, *, twin: bool = False) -> dict[int, Any]:
         """The inputs of a task, by value: a tensor for each; with ``twin`` a second set.
 
-        Floating ones are normal; for `_OF_PROBABILITIES` uniform in 0 to 1.
+        Floating ones are normal; for `_OF_PROBABILITIES` and what is not `_KNOWN` uniform in 0 to 1.
         """
-        if not self.uniform and any(call.op.startswith(_OF_PROBABILITIES) for call in task.calls):
+        if not self.uniform and any(_wants_uniform(call.op) for call in task.calls):
             self.as_uniform.captured = self.captured
             return self.as_uniform.of(task, twin=twin)
         found, alike = dict[int, Any](), Counter[TensorMeta]()
@@ -136,11 +144,22 @@ class Inputs:
         return self.cache[key]
 
 
+def _wants_uniform(op: str) -> bool:
+    """Whether an operator is to read numbers in 0 to 1, as probabilities are and unchecked indices have to be."""
+    return op.startswith(_OF_PROBABILITIES) or not op.startswith(_KNOWN)
+
+
 def _admissible(task: Task, tensor: Any, metas: Sequence[TensorMeta]) -> Any:
     """An input of a task; integers of which it would raise an error are others."""
     call = task.calls[-1]
-    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in (torch.int32, torch.int64):
+    if not isinstance(tensor, torch.Tensor):
         return tensor
+    if tensor.dtype == torch.bool and call.op.startswith(_OF_ROWS):
+        return _with_places(call, tensor, metas)
+    if tensor.dtype not in (torch.int32, torch.int64):
+        return tensor
+    if call.op.startswith(_OF_INDICES):
+        return tensor.clamp_min(0)
     if call.op.startswith(_OF_PIVOTS):
         return tensor.clamp_min(1)
     if call.op.startswith(_OF_LENGTHS) and tensor.dim():
@@ -149,6 +168,17 @@ def _admissible(task: Task, tensor: Any, metas: Sequence[TensorMeta]) -> Any:
     if call.op.startswith(_OF_REPEATS) and (total := dict(call.kwargs).get("output_size")) is not None:
         return _adding_up_to(int(total), tensor)
     return tensor
+
+
+def _with_places(call: Call, mask: torch.Tensor, metas: Sequence[TensorMeta]) -> torch.Tensor:
+    """A mask of the first dimensions that has a place for each row that is written."""
+    into, indices, rows = call.args[:3]
+    if len(indices) != 1 or not (isinstance(into.name, int) and isinstance(getattr(rows, "name", None), int)):
+        return mask
+    shape = metas[rows.name].shape
+    if len(shape) != len(metas[into.name].shape) - mask.dim() + 1 or shape[0] == 1:
+        return mask
+    return (torch.arange(mask.numel(), device=mask.device) < shape[0]).view(mask.shape)
 
 
 def _adding_up_to(total: int, like: torch.Tensor) -> torch.Tensor:

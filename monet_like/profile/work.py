@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -84,11 +84,25 @@ _WORKS: WeakKeyDictionary[Captured, dict[str, Work]] = WeakKeyDictionary()
 
 
 def works_of(captured: Captured) -> dict[str, Work]:
-    """The work of every distinct task."""
+    """The work of every distinct task; equal tasks of several programs, as blocks have them, are counted once."""
     if captured not in _WORKS:
-        tasks = distinct_tasks(captured).items()
-        _WORKS[captured] = {key: Work() if task.copies else _work(captured, task) for key, task in tasks}
+        known = {look: work for other, works in _WORKS.items() for look, work in _looked(other, works)}
+        found = _WORKS[captured] = {}
+        for key, task in distinct_tasks(captured).items():
+            look = _look(captured, task)
+            found[key] = known[look] if look in known else Work() if task.copies else _work(captured, task)
     return _WORKS[captured]
+
+
+def _looked(captured: Captured, works: Mapping[str, Work]) -> Iterator[tuple[Any, Work]]:
+    tasks = distinct_tasks(captured)
+    return ((_look(captured, tasks[key]), work) for key, work in works.items())
+
+
+def _look(captured: Captured, task: Task) -> Any:
+    """All that the work of a task depends on: its key, and the storages, of which it may see parts."""
+    sizes = tuple(captured.metas[value].storage_bytes for value in (*task.reads, *task.writes))
+    return task.cost, captured.device, task.copies, sizes
 
 
 def touched_bytes(captured: Captured, task: Task) -> int:

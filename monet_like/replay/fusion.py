@@ -90,14 +90,21 @@ class _Piece:
     rise_bytes: int
 
 
-def fuse(captured: Captured, blocks: Sequence[Block], before_bytes: Sequence[int], limit_bytes: int) -> Fused:
+def fuse(
+    captured: Captured,
+    blocks: Sequence[Block],
+    before_bytes: Sequence[int],
+    limit_bytes: int,
+    told: Callable[[str, int, int], None] | None = None,
+) -> Fused:
     """Compile all runs of fusible tasks in ``blocks``.
 
     Args:
         before_bytes: for every task of all blocks in order, the bytes that exist when it begins.
         limit_bytes: limit of the memory at any time.
+        told: called before each run with its first task, and how many tasks are done of how many.
     """
-    return _Fuser(captured, limit_bytes).run(blocks, before_bytes)
+    return _Fuser(captured, limit_bytes).run(blocks, before_bytes, told or (lambda *_: None))
 
 
 class _Fuser:
@@ -109,13 +116,14 @@ class _Fuser:
         self.used: Counter[str] = Counter()
         self.compiled = 0
 
-    def run(self, blocks: Sequence[Block], before_bytes: Sequence[int]) -> Fused:
+    def run(self, blocks: Sequence[Block], before_bytes: Sequence[int], told: Callable[[str, int, int], None]) -> Fused:
         made: list[Block] = []
-        done = 0
+        done, total = 0, sum(len(block.tasks) for block in blocks)
         for block in blocks:
             dying, _ = liveness(block.tasks, needed_at_end(block))
             tasks: list[Task] = []
             for start, stop in runs_of(block.tasks):
+                told(block.tasks[start].name, done + start, total)
                 before = before_bytes[done + start : done + stop]
                 tasks += self._tasks(block.tasks[start:stop], dying[start:stop], before)
             made.append(replace(block, tasks=tuple(tasks)))
@@ -143,7 +151,8 @@ class _Fuser:
             if piece.rise_bytes <= room:
                 self.used[piece.name] += 1
                 self.compiled += sum(map(operators_of, tasks))
-                return (_calling(piece.name, graph),)
+                known = [task.run_bytes for task in tasks if task.run_bytes is not None]
+                return (replace(_calling(piece.name, graph), run_bytes=max(known, default=None)),)
         if len(tasks) == 1:
             return tasks
         half = len(tasks) // 2

@@ -4,9 +4,9 @@ and branches.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from ..capture.trace.answers import Answer
 from ..errors import UsageError
 from .branches import Branches
 from .checks.call_keys import without_values
+from .checks.changed_inputs import are_given_alike
 from .training_step import CompiledStep
 
 #: Number of captures of one form of call after which it runs as the plain model if its forward itself changes a value
@@ -49,18 +50,24 @@ class KeptStep:
     @classmethod
     def of(cls, step: CompiledStep, captured: Captured, model: nn.Module) -> KeptStep:
         """The step of a model which is, or is equal to, the one that was captured."""
-        modules, constants = dict(model.named_modules()), captured.constants.tensors
         return cls(
             step,
             captured,
             captured.reads.of(model) if captured.reads is not None else None,
-            [_slot(modules, constants, name, "_parameters") for name, _ in captured.parameters],
-            [_slot(modules, constants, name, "_buffers") for name, _ in captured.buffers],
+            tensor_slots(model, captured, "_parameters"),
+            tensor_slots(model, captured, "_buffers"),
         )
 
     def residents(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The parameters and the buffers, as they are now."""
         return [owner[name] for owner, name in self.parameter_slots], [owner[name] for owner, name in self.buffer_slots]
+
+    def is_given_alike(self, inputs: Sequence[torch.Tensor]) -> bool:
+        """See `are_given_alike`; and whether the model's attributes that are inputs are those of the capture."""
+        if self.reads is not None and self.reads.holds_others(inputs):
+            return False
+        parameters, buffers = self.residents() if self.captured.changed else ([], [])
+        return not self.captured.changed or are_given_alike(self.captured, [*parameters, *buffers, *inputs])
 
     def change(self) -> Change | None:
         """The first Python value or tensor read by the model that has changed since the capture; None if none has."""
@@ -99,6 +106,7 @@ class KeptSteps:
     def __init__(self) -> None:
         self._not_taken: dict[frozenset[int], None] = {}  # places of values that some keys are without
         self._steps: dict[Any, list[KeptStep]] = {}
+        self._dropped: list[KeptStep] = []
         self.plain: dict[Any, str] = {}
         self.branches: dict[Any, Branches] = {}
 
@@ -157,12 +165,13 @@ class KeptSteps:
         """All of a form, the one that served last at the end."""
         return self._steps.get(key, ())
 
-    def find(self, key: Any, known: tuple[Answer, ...] = ()) -> KeptStep | None:
+    def find(self, key: Any, inputs: Sequence[torch.Tensor], known: tuple[Answer, ...] = ()) -> KeptStep | None:
         """A step captured for this key and these answers while all Python values that the model reads were as they are
-        now.
+        now. ``inputs``: of the call.
         """
         steps = self._steps.get(key, [])
         alike = (kept for kept in reversed(steps) if kept.captured.answers[: len(known)] == known)
+        alike = (kept for kept in alike if kept.is_given_alike(inputs))
         found = next((kept for kept in alike if kept.change() is None), None)
         if found is not None and found is not steps[-1]:  # the latest one is tried first
             steps.append(steps.pop(steps.index(found)))
@@ -182,8 +191,8 @@ class KeptSteps:
                 del self._steps[key]
 
     def drop(self, key: Any) -> None:
-        """Keep no steps of a form."""
-        self._steps.pop(key, None)
+        """Serve no more calls of a form; backwards of earlier ones may still come."""
+        self._dropped += self._steps.pop(key, [])
 
     def key_of(self, kept: KeptStep) -> Any:
         """The key under which a step is kept; None if it no longer is."""
@@ -217,11 +226,19 @@ class KeptSteps:
                     del kept[key]
 
 
-def _slot(
-    modules: Mapping[str, nn.Module], constants: dict[str, torch.Tensor], name: str, kind: str
-) -> tuple[dict[str, Any], str]:
-    """The dict and key that hold a tensor, so that ``.to()`` and assignments are followed."""
-    if name in constants:
-        return constants, name
-    owner, _, leaf = name.rpartition(".")
-    return getattr(modules[owner], kind), leaf
+def tensor_slots(
+    model: nn.Module, captured: Captured, kind: Literal["_parameters", "_buffers"]
+) -> list[tuple[dict[str, Any], str]]:
+    """The dicts and keys that hold the parameters or buffers that a program reads, or constants in their place: so that
+    ``.to()`` and assignments are followed.
+    """
+    modules, constants = dict(model.named_modules()), captured.constants.tensors
+    found: list[tuple[dict[str, Any], str]] = []
+    for name, _ in captured.parameters if kind == "_parameters" else captured.buffers:
+        owner, _, leaf = name.rpartition(".")
+        if name in constants:
+            found.append((constants, name))
+            continue
+        own, buffers = getattr(modules[owner], kind), modules[owner]._buffers
+        found.append((own if leaf in own or leaf not in buffers else buffers, leaf))  # buffers may require gradients
+    return found

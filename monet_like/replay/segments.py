@@ -114,6 +114,14 @@ def tasks_of(captured: Captured, schedule: Schedule, start: int, stop: int) -> t
     return tuple(tasks)
 
 
+def with_run_bytes(runs: Sequence[tuple[Task, ...]], run_bytes: Sequence[int]) -> list[tuple[Task, ...]]:
+    """Tasks with the memory that is predicted for them, if there are as many numbers as tasks."""
+    if len(run_bytes) != sum(map(len, runs)):
+        return list(runs)
+    known = iter(run_bytes)
+    return [tuple(replace(task, run_bytes=next(known)) for task in tasks) for tasks in runs]
+
+
 def _without_statistics(way: Task) -> Task:
     """Remove the running statistics from batch norm's gradient, which in training does not read them.
 

@@ -8,6 +8,8 @@ model's own.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 import sys
 from collections.abc import Callable
@@ -32,15 +34,17 @@ class SignedAsModel:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
 
+    @torch.compiler.disable(reason=REASON)  # what it compiles of this fails for another wrapper
     def __get__(self, wrapper: StandIn | None, owner: type) -> Any:
         if wrapper is None:
             return self.function
         own = wrapper.__dict__.get("_signed_forward")
         if own is None:
             own = torch.compiler.disable(self.function, reason=REASON)
-            signature = inspect.signature(wrapper._model.forward)
-            bound = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-            own.__signature__ = signature.replace(parameters=[bound, *signature.parameters.values()])
+            with contextlib.suppress(ValueError):  # functions in C have none, as of a traced module
+                signature = inspect.signature(wrapper._model.forward)
+                bound = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+                own.__signature__ = signature.replace(parameters=[bound, *signature.parameters.values()])
             wrapper.__dict__["_signed_forward"] = own
         return MethodType(own, wrapper)
 
@@ -64,7 +68,7 @@ class StandIn(nn.Module):
             new = type(new)(new.__name__, bases, content)
         _CLASS.__set__(self, new)
 
-    __class__ = property(_shown_class, _become)
+    __class__ = property(lambda self: self._shown_class(), _become)
 
     def _without_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """``kwargs`` with ``use_cache=False`` where the model takes it: a training step has no use for keys
@@ -86,6 +90,35 @@ class StandIn(nn.Module):
 
 
 _CLASS: Any = object.__dict__["__class__"]
+
+
+#: Methods that every module has, and of which a model may have its own: `zero_grad` of Opacus clears more than
+#: gradients, an LSTM's `_apply` makes its list of weights again.
+_METHODS = (
+    "zero_grad", "state_dict", "load_state_dict", "parameters", "named_parameters", "buffers", "named_buffers",
+    "requires_grad_", "eval", "apply", "_apply", "to", "to_empty", "cuda", "cpu", "type", "half", "float", "double",
+    "bfloat16",
+)  # fmt: skip
+
+
+def _of_model(name: str) -> Callable[..., Any]:
+    """A method that is the model's own if it has one; where that returns the model, the wrapper is returned."""
+    plain = getattr(nn.Module, name)
+
+    @functools.wraps(plain)
+    def method(self: StandIn, *args: Any, **options: Any) -> Any:
+        model = self.__dict__.get("_model")
+        if model is None or (getattr(type(model), name) is plain and name not in vars(model)):
+            return plain(self, *args, **options)
+        result = getattr(model, name)(*args, **options)
+        self.__dict__["training"] = model.training
+        return self if result is model else result
+
+    return method
+
+
+for _name in _METHODS:
+    setattr(StandIn, _name, _of_model(_name))
 
 
 def _blank(kind: type[nn.Module]) -> nn.Module:

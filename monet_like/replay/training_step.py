@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.utils._pytree as pytree
@@ -23,16 +23,19 @@ from ..errors import UsageError
 from ..ir.program import RESIDENT_KINDS, Call, Ref, Task
 from ..ir.schedule import Schedule
 from ..ir.simulate import Free, simulate
+from ..runtime import out_of_memory
 from ..runtime.codegen import Block, compile_block, compile_chain, liveness
 from ..runtime.questions import ASK, Asking, OtherAnswer
+from ..runtime.streamed_block import Streamed
 from .branches import undone_if_ended, written_residents
-from .checks.backward_checks import check_backward, inner_results, watch_results
+from .checks.backward_checks import Asked, Hook, check_backward, inner_results, watch_results
 from .checks.one_pass import in_one_pass
+from .checks.transforms import own_tensors_alone
 from .functional import without_cudnn
 from .fusion import Fused, fuse
 from .memory.arena import StepMemory
 from .missing_gradients import without_missing
-from .segments import Segment, Stretch, cut, cut_alike, tasks_of
+from .segments import Segment, Stretch, cut, cut_alike, tasks_of, with_run_bytes
 
 #: From saved values and incoming gradients to the gradients of one segment after the other.
 Backward = Callable[[list[Any]], Iterator[list[Any]]]
@@ -46,12 +49,14 @@ class CompiledStep:
             within what the schedule's values take. None: compile none.
         watch: called before every task; not for what Inductor compiles.
         segments: of a step with the same gradients: its backward is cut so that they are returned in these segments.
+        told: of the pieces that Inductor compiles, see `fuse`.
+        run_bytes: predicted memory while each task runs, in the order of the schedule; for people.
 
     Attributes:
         captured: without constants and the values that the model read, see `KeptStep`.
         forward: from the residents to (outputs, what ``saved`` lists).
         may_end: whether a call of the forward may end without a result: it asks for values, or has side effects.
-        written: positions of the residents that such a forward changes.
+        written: positions of the residents that the forward changes.
         backward: from what ``saved`` and then ``tangents`` list to the gradients of one segment after the other.
         saved: values that the backward reads.
         overwritten: positions among ``saved`` of those whose memory the backward writes into.
@@ -74,6 +79,8 @@ class CompiledStep:
         fuse_within_bytes: int | None = None,
         watch: Callable[[], None] | None = None,
         segments: Sequence[Segment] = (),
+        told: Callable[[str, int, int], None] | None = None,
+        run_bytes: Sequence[int] = (),
     ) -> None:
         self.captured = replace(captured, reads=None, constants=Constants())
         self.inner_results = inner_results(captured)
@@ -84,9 +91,10 @@ class CompiledStep:
             *captured.inputs,
         )
         stretches = cut_alike(captured, schedule, segments) if segments else cut(captured, schedule)
-        runs = [tasks_of(captured, schedule, start, stop) for start, stop, _ in stretches]
-        live = _live(runs, stretches)
         forward = tuple(program.tasks[i] for i in schedule.forward)
+        runs = [tasks_of(captured, schedule, start, stop) for start, stop, _ in stretches]
+        forward, *runs = with_run_bytes([forward, *runs], run_bytes)
+        live = _live(runs, stretches)
         outputs = _distinct(captured.outputs)
         self.saved = tuple(v for v in live[0] if v not in program.tangents)
         self.tangents = tuple((i, v) for i, v in enumerate(captured.tangents) if v is not None and v in live[0])
@@ -103,12 +111,12 @@ class CompiledStep:
         functions: dict[str, Callable[..., Any]] = {}
         if fuse_within_bytes is not None:
             before, peak = _existing(captured, schedule)
-            self.fused = fuse(captured, blocks, before, max(fuse_within_bytes, peak))
+            self.fused = fuse(captured, blocks, before, max(fuse_within_bytes, peak), told)
             blocks, functions = list(self.fused.blocks), self.fused.functions
         asking = {ASK: Asking([answer.shown for answer in captured.answers])}
         self.forward = compile_block(blocks[0], "forward", {**functions, **asking}, watch)
         self.may_end = bool(captured.answers) or captured.effects is not None
-        self.written = written_residents(forward, self.residents) if self.may_end else ()
+        self.written = written_residents(forward, self.residents)
         self.backward: Backward = compile_chain(blocks[1:], "backward", functions, watch)
         place = {value: i for i, value in enumerate(self.saved) if program.values[value].kind in RESIDENT_KINDS}
         self.segments = tuple(
@@ -172,6 +180,19 @@ def _distinct(outputs: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
+class PlainBackward(Protocol):
+    """The backward of a call by plain PyTorch, see `monet_like.replay.plain_call`."""
+
+    def made(self, results: Sequence[torch.Tensor]) -> None:
+        """Take note of the call's results."""
+
+    def __call__(
+        self, gradients: Sequence[torch.Tensor | None], segments: Sequence[Segment],
+        hooks: Mapping[int, Sequence[Hook]], reason: UsageError,
+    ) -> Iterator[list[Any]]:  # fmt: skip
+        """The gradients of one segment after the other."""
+
+
 @dataclass(slots=True)
 class _Call:
     """The state of one call of the model.
@@ -181,7 +202,9 @@ class _Call:
         versions: of the saved parameters, buffers and inputs, by position: each and its version when the backward
             began.
         other: by which the call has left its branch.
+        weights: has the model's streamed weights on the device for a segment of the backward; None: all are there.
         reads: values that the model read when the step was captured; None: not recorded, or the model is gone.
+        whose: the wrapper on a GPU, for an error of memory.
     """
 
     step: CompiledStep
@@ -189,6 +212,30 @@ class _Call:
     segments: Iterator[list[Any]] | None = None
     versions: Mapping[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
     other: OtherAnswer | None = None
+    weights: Streamed | None = None
+    plain: PlainBackward | None = None
+    asked: Asked = field(default_factory=Asked)
+    whose: weakref.ref[Any] | None = field(default_factory=out_of_memory.whose)
+
+    def reason_for_plain(self, grads: Sequence[torch.Tensor | None]) -> UsageError | None:
+        """Why the schedule cannot compute what is asked for and plain PyTorch has to; None: it can.
+
+        Raises:
+            UsageError: neither can.
+        """
+        reason = self.asked.error
+        try:
+            check_backward(self.step.captured, grads)
+            if (reads := self.reads()) is not None and (change := reads.late_change()):
+                raise UsageError(
+                    f"{change}: this was set between a forward and its backward, which reads it, and the schedule is "
+                    "of the value in the forward; set it before the forward"
+                )
+        except UsageError as error:
+            reason = error
+        if self.plain is None and reason is not None:
+            raise reason
+        return reason
 
     def check_versions(self, segment: Segment) -> None:
         """Check that parameters, buffers and inputs which a segment reads have not changed since the forward.
@@ -232,13 +279,8 @@ class _Head(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         call: _Call = ctx.call
-        check_backward(call.step.captured, grads)
-        reads = call.reads()
-        if reads is not None and (change := reads.late_change()):
-            raise UsageError(
-                f"{change}: this was set between a forward and its backward, which reads it, and the schedule is of "
-                "the value in the forward; set it before the forward"
-            )
+        out_of_memory.enters(out_of_memory.BACKWARD, call.whose)
+        reason = call.reason_for_plain(grads)
         step = call.step.for_gradients(grads)
         given = [*ctx.saved_tensors]
         if torch._C._autograd._get_current_graph_task_keep_graph():  # another backward will read them
@@ -246,6 +288,9 @@ class _Head(torch.autograd.Function):
                 given[place] = step.captured.metas[step.saved[place]].empty().copy_(given[place])
         ctx.maybe_clear_saved_tensors()
         call.versions = {p: (given[p], given[p]._version) for segment in step.segments for p in segment.reads}
+        if call.plain is not None and reason is not None:
+            call.segments = call.plain(grads, step.segments, call.asked.taken(), reason)
+            return (None,) * len(ctx.needs_input_grad)
         missing = frozenset(value for position, value in step.tangents if grads[position] is None)
         there = ((grads[position], step.captured.metas[value]) for position, value in step.tangents)
         given += [as_captured(grad, meta) for grad, meta in there if grad is not None]
@@ -273,10 +318,13 @@ class _SegmentNode(torch.autograd.Function):
         assert call.segments is not None, "a segment of the backward was reached before the one above it"
         call.check_versions(segment)
         memory = call.step.memory
-        with memory.backward() if memory else nullcontext(), torch._C._DisableAutocast():
+        weights = call.weights.there() if call.weights and segment.reads else nullcontext()
+        modes = own_tensors_alone() if torch._C._len_torch_dispatch_stack() else nullcontext()
+        with weights, memory.backward() if memory else nullcontext(), torch._C._DisableAutocast(), modes:
             handed = next(call.segments)
         if segment is call.step.segments[-1]:  # the caller may hold the graph, and with it this call, for longer
             call.segments, call.versions = None, {}
+            out_of_memory.enters(out_of_memory.AFTER)
         gradients = (None, None, None, *handed)
         handed.clear()  # or else a gradient would be copied when it becomes a parameter's
         return gradients
@@ -299,12 +347,16 @@ def run_step(
     inputs: list[torch.Tensor],
     reads: Reads | None = None,
     places: Mapping[str, Holder] | None = None,
+    weights: Streamed | None = None,
+    plain: PlainBackward | None = None,
 ) -> Any:
     """Run the forward of a step; its autograd graph is the backward of the schedule.
 
     Args:
         reads: Python values that the model read when it was captured; None: not recorded.
         places: of what the forward sets, see `Effects.places`.
+        weights: those of the parameters that are streamed; they are on the device now.
+        plain: does a backward that the schedule cannot.
 
     Returns:
         The model's result, nested as the model nests it.
@@ -316,7 +368,9 @@ def run_step(
     captured = step.captured
     for position in captured.made_to_require:
         inputs[position].requires_grad_()
-    call = _Call(step, (lambda: None) if reads is None else weakref.ref(reads))
+    for index in captured.buffers_made_to_require:
+        parameters[index].requires_grad_()
+    call = _Call(step, (lambda: None) if reads is None else weakref.ref(reads), weights=weights, plain=plain)
     token = None
     for segment in reversed(step.segments):
         leaves = [*(parameters[i] for i in segment.parameters), *(inputs[i] for i in segment.inputs)]
@@ -329,7 +383,9 @@ def run_step(
             raise call.other
         if captured.effects is not None and reads is not None and places is not None:
             captured.effects.repeat(reads, places, outputs, inputs)
-    watch_results(step.inner_results, outputs)
+    watch_results(step.inner_results, outputs, call.asked if plain else None)
+    if plain is not None:
+        plain.made(outputs)
     leaves_out = list(captured.output_leaves)
     for positions, output in zip(captured.output_positions, outputs, strict=False):
         for position in positions:

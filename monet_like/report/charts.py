@@ -15,7 +15,8 @@ PLAIN, OURS = "plain PyTorch", "this schedule"
 #: A strategy's (peak bytes, seconds) at several budgets.
 Fronts = Mapping[str, Sequence[tuple[int, float]]]
 
-_COLOURS: Mapping[str, str] = {
+#: Of the kinds of memory, by their keys in `KINDS`.
+COLOURS: Mapping[str, str] = {
     "parameters": "#8c939c",
     "optimizer": "#c3c8ce",
     "cublas": "#dfe3e8",
@@ -58,7 +59,7 @@ def _colours(kinds: Sequence[str]) -> Spec:
     return {
         "field": "kind",
         "type": "nominal",
-        "scale": {"domain": names, "range": [_COLOURS[kind] for kind in kinds]},
+        "scale": {"domain": names, "range": [COLOURS[kind] for kind in kinds]},
         "legend": {"title": None, "orient": "top", "columns": 5, "symbolType": "square", "labelLimit": 300},
     }
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..capture.captured import Captured
+from ..capture.layers import OUTSIDE, layers_of, operator_of
 from ..ir.frames import frame
-from ..ir.program import RESIDENT_KINDS, Cost, Program, Task
+from ..ir.program import RESIDENT_KINDS, Cost, Program
 from ..ir.schedule import Schedule, kept_values
 from ..ir.simulate import cost_of, running
 from ..ir.units import format_bytes, format_seconds
@@ -31,8 +32,6 @@ KINDS: Mapping[str, str] = {
     "workspace": "workspace",
 }
 _PLACE = {kind: place for place, kind in enumerate(KINDS)}
-#: Where memory lies that no module made.
-OUTSIDE = "(inputs and loss)"
 
 
 @dataclass(frozen=True)
@@ -116,30 +115,6 @@ class Course:
         return first.bytes[_PLACE["kept"]] if first else 0
 
 
-def layers_of(captured: Captured, program: Program) -> list[str]:
-    """The module to which each value of ``program`` belongs, or the function that the model itself calls:
-    ``flatten()``.
-
-    The module is the owner of a parameter or of the parameter whose gradient it is, else the one in whose call the
-    value, or what its maker reads, was made. A parameter of the model itself has its own name.
-    """
-    known = {value: layer for value, layer in captured.layers.items() if layer}
-    outermost = captured.layers.keys() - known.keys()
-    for name, value in (*captured.parameters, *captured.buffers):
-        known[value] = name.rpartition(".")[0] or name
-    for index, tensor in captured.parameter_gradients:
-        known[tensor.value] = known[captured.parameters[index][1]]
-    for task in program.every_task():
-        near = next((known[v] for v in (*task.writes, *reversed(task.reads)) if v in known), None)
-        called = f"{operator_of(task)}()"
-        for value in task.writes:
-            if value in outermost and (near is None or program.values[value].kind != "backward"):
-                known.setdefault(value, called)
-            elif near is not None:
-                known.setdefault(value, near)
-    return [known.get(v, OUTSIDE) for v in range(len(program.values))]
-
-
 def plain_course(captured: Captured, costs: Mapping[str, Cost], extra_bytes: int, cublas_bytes: int = 0) -> Course:
     """Plain PyTorch's step, run by run."""
     program, schedule, eager = plain_step(captured.plain, costs, autograd_nodes=captured.autograd_nodes)
@@ -207,15 +182,6 @@ def _by_layer(parts: Iterable[tuple[str, int, int]]) -> dict[str, tuple[int, ...
         if count:
             found.setdefault(layer, [0] * len(KINDS))[place] += count
     return {layer: tuple(counts) for layer, counts in found.items()}
-
-
-def operator_of(task: Task) -> str:
-    """The operator that a task ends in: ``convolution``, or ``monet_like.batch_norm_again`` for one of ours."""
-    if not task.calls:
-        return ""
-    namespace, _, rest = task.calls[-1].op.partition(".")
-    name = rest.partition(".")[0]
-    return name if namespace in ("aten", "operator") else f"{namespace}.{name}"
 
 
 def groups(layers: Sequence[str], most: int = 44) -> dict[str, str]:

@@ -9,7 +9,7 @@ from ..compiler.comparison import StrategyPoint
 from ..ir.frames import frame
 from ..ir.simulate import Report
 from ..ir.units import GIB, format_bytes, format_seconds
-from ..plan.budgets import Point, percent_per_tenth
+from ..plan.budgets import FrontPoint, percent_per_tenth
 from .lines import Lines, Stars, draw_lines, new_axes
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Front:
         title: model, batch, mode and device in one line.
     """
 
-    points: tuple[Point, ...]
+    points: tuple[FrontPoint, ...]
     plain: Report
     title: str
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..ir.program import Call, Ref, Task, refs
 from .operators import resolve
+from .out_of_memory import TASKS, as_pytorchs
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,7 @@ class _Writer:
         self.lines: list[str] = []
         self.constants: dict[str, Any] = {}
         self.seen: dict[tuple[str, str], str] = {}
+        self.tasks: list[tuple[int, Task]] = []
 
     def line(self, text: str) -> None:
         self.lines.append(f"    {text}")
@@ -153,6 +155,7 @@ class _Writer:
         alive = set(first)
         self.delete([f"v{v}" for v in block.takes if v not in alive])
         for task, dead in zip(block.tasks, dying, strict=True):
+            self.tasks.append((len(self.lines) + 2, task))  # the first line is the function's
             last = {name: place for place, call in enumerate(task.calls) for name in _mentioned(call)}
             # Values that the task reads exist until it ends, as planned; but for one that it takes over and may
             # release.
@@ -203,8 +206,8 @@ class _Writer:
 
     def function(self, name: str) -> Callable[..., Any]:
         source = "\n".join(("def run(given):", *self.lines)) + "\n"
-        namespace = dict(self.constants)
+        namespace = {**self.constants, TASKS: self.tasks}
         exec(compile(source, f"<monet_like {name}>", "exec"), namespace)
-        run: Callable[..., Any] = namespace["run"]
+        run: Callable[..., Any] = as_pytorchs(namespace["run"])
         run.__doc__ = source
         return run

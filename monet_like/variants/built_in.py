@@ -25,6 +25,7 @@ from . import (
     relu,
     rms_norm,
     swiglu,
+    tiled_logits,
     tiled_mlp,
 )
 from .editor import Offer
@@ -56,6 +57,7 @@ BUILT_IN: Mapping[str, Offer] = {
     "swiglu": swiglu.offer,
     "liger": liger.offer,
     "linear_cross_entropy": linear_cross_entropy.offer,
+    "tiled_logits": tiled_logits.offer,
     "low_precision": low_precision.offer,
     "offload": offload.offer,
 }

@@ -141,14 +141,20 @@ def bitwise_where_compared(program: Program) -> Program:
     """Remove producers that round differently from PyTorch's for every value on which a comparison of floats depends.
 
     For example, the gradient of ``amax`` goes to the elements that equal the maximum. If the maximum was kept and the
-    elements were recomputed by another algorithm, maybe none of them would equal it.
+    elements were recomputed by another algorithm, maybe none of them would equal it. A value that only the forward
+    makes is the same for every comparison.
     """
+
+    def made_once(value: int) -> bool:
+        makers = [program.tasks[index] for index in program.producers[value]]
+        return bool(makers) and all(task.runs == "first" for task in makers)
+
     needed = {
         value
         for task in program.every_task()
         if any(call.op.startswith(_COMPARING) for call in task.calls)
         for value in program.forward_reads(task)
-        if program.values[value].spec.startswith(("float", "bfloat", "complex"))
+        if program.values[value].spec.startswith(("float", "bfloat", "complex")) and not made_once(value)
     }
     pending = [*needed]
     while pending:
@@ -156,7 +162,7 @@ def bitwise_where_compared(program: Program) -> Program:
             task = program.tasks[index]
             if any(word in task.calls[-1].op for word in _OF_ITS_SHAPE):
                 continue
-            more = {*program.forward_reads(task)} - needed
+            more = {v for v in program.forward_reads(task) if not made_once(v)} - needed
             needed |= more
             pending += more
     tasks = tuple(t for t in program.tasks if t.word not in _ROUNDING or needed.isdisjoint(t.writes))

@@ -187,6 +187,10 @@ class Editor:
         """Shape, dtype and layout of an argument that is a value's own tensor; None for literals and for views."""
         return self.metas[arg.name] if isinstance(arg, Ref) and isinstance(arg.name, int) else None
 
+    def bytes_of(self, values: Iterable[int]) -> int:
+        """Bytes of the memory of these values."""
+        return sum(self.metas[value].storage_bytes for value in values)
+
     def is_own(self, arg: Any) -> bool:
         """Whether an argument is a forward value's own tensor."""
         return isinstance(arg, Ref) and isinstance(arg.name, int) and self.values[arg.name].kind == "forward"

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from ..capture.captured import TensorMeta
-from ..capture.lower.in_place import PARTS, into_part
 from ..ir.program import Call, Ref, Task, refs
 from .editor import Editor
 
@@ -101,12 +100,28 @@ def offer(editor: Editor) -> None:
                 suffix = "" if taken is call.args[0] else "_other"
                 options: dict[str, Any] = {"word": "inplace", "overwrites": taken.name, "runs": task.runs}
                 editor.add(task, (write,), task.writes, f"in_place{suffix}", **options)
-    for task, call in editor.find(*PARTS):
-        taken = call.args[0]
-        if isinstance(taken, Ref) and taken.name not in needed and _is_free(editor, task, call, taken):
-            options = {"word": "inplace", "overwrites": taken.name, "runs": task.runs}
-            editor.add(task, into_part(call), task.writes, "in_place", **options)
+    _as_called(editor)
     _backward(editor)
+
+
+def _as_called(editor: Editor) -> None:
+    """Offer what the model's own calls overwrite: buffers that it fills part by part, sums that a custom backward adds
+    up.
+    """
+    own = {task.name: task for task in editor.captured.plain.every_task() if task.overwrites is not None}
+    offered = {(task.writes, task.overwrites) for task in editor.every_task()}
+    for task in editor.tasks:
+        called = own.get(task.name)
+        if called is not None and (called.writes, called.overwrites) not in offered:
+            options: dict[str, Any] = {"word": "inplace", "overwrites": called.overwrites, "runs": called.runs}
+            editor.add(task, called.calls, called.writes, "in_place", **options)
+    for slot, (first, *_) in enumerate(editor.slots):
+        called = own.get(first.name)
+        if called is None or (called.writes, called.overwrites) in offered or {*called.reads} != {*first.reads}:
+            continue
+        assert called.overwrites is not None
+        if editor.values[called.overwrites].kind == "forward" or editor.dies_in(called.overwrites, slot):
+            editor.add_way(slot, called.calls, "in_place", word="inplace", overwrites=called.overwrites)
 
 
 def _is_free(editor: Editor, task: Task, call: Call, taken: Ref) -> bool:
@@ -148,8 +163,6 @@ def _backward(editor: Editor) -> None:
 
 def _overwriting_gradient(call: Call, meta_of: MetaOf) -> Iterator[tuple[Any, tuple[Call, ...]]]:
     """The arguments that the last call of a way can overwrite, each with the calls that do so."""
-    if call.op in PARTS:
-        yield call.args[0], into_part(call)
-    elif call.op in BACKWARD:
+    if call.op in BACKWARD:
         for taken, write in overwriting(call, BACKWARD[call.op], meta_of):
             yield taken, (write,)

@@ -15,7 +15,7 @@ weights are summed in float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -162,7 +162,7 @@ def _find(editor: Editor, makers: dict[int, Task], last: Task) -> _Mlp | None:
     if len(inputs) != 1 or not products or found[-1] is not last or products == inner:
         return None
     (x,) = inputs
-    if _bytes(editor, inner) < WIDENING * _bytes(editor, (x,)):
+    if editor.bytes_of(inner) < WIDENING * editor.bytes_of((x,)):
         return None  # the gradients of all weights at once would take what tiles save
     return _with_slots(editor, found, x, inner, products)
 
@@ -183,10 +183,6 @@ def _is_rowwise(editor: Editor, task: Task) -> bool:
         return root_of(views, call.args[-1]) not in _row_inputs(editor, task)
     shape = _elements(editor, task.writes[0])
     return call.op in _ROWWISE and all(_elements(editor, v) == shape for v in task.reads)
-
-
-def _bytes(editor: Editor, values: Iterable[int]) -> int:
-    return sum(editor.metas[value].storage_bytes for value in values)
 
 
 def _elements(editor: Editor, value: int) -> int:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ScheduleFileError
-from ..files import read_text, write_atomically
+from ..files import write_atomically
+from ..ir.json_fields import read_headed
 from ..ir.schedule_file import ScheduleRecord
 
 FORMAT = "monet_like zoo model"
@@ -66,17 +67,7 @@ def load(path: Path) -> dict[str, ScheduleRecord]:
     Raises:
         ScheduleFileError: missing, of another format or version, or damaged.
     """
-    text = read_text(path, "zoo")
-    try:
-        content: Any = json.loads(text)
-    except (ValueError, RecursionError) as error:  # the latter: nested too deeply
-        raise ScheduleFileError(f"{path} is not a file of the zoo (no JSON: {error})") from None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ScheduleFileError(f"{path} is not a file of monet_like's zoo")
-    if type(content.get("version")) is not int or content["version"] != VERSION:
-        raise ScheduleFileError(
-            f"{path} is a zoo file of version {content.get('version')!r}, this package reads {VERSION}"
-        )
+    content = read_headed(path, "zoo file", FORMAT, (VERSION,), "build the zoo again")
     shared, schedules = content.get("shared"), content.get("schedules")
     if not isinstance(shared, dict) or not isinstance(schedules, dict):
         raise ScheduleFileError(f"{path} is damaged: it has no schedules; build the zoo again")

@@ -11,20 +11,19 @@ import difflib
 import hashlib
 import json
 import os
-import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import MonetError, ScheduleFileError, UsageError
-from ..files import read_bytes, read_text, shipped_folder, write_atomically
+from ..files import read_bytes, shipped_folder, write_atomically
 from ..ir.display import short_repr
 from ..ir.frames import frame_of
-from ..ir.json_fields import read_as
+from ..ir.json_fields import read_as, read_headed
 from ..ir.schedule_file import ScheduleRecord
 from . import model_file
-from .catalogue import PROFILES
+from .rows import Listed, Refused, Rows, ZooFile, check_file, in_order, place, shorter
 
 if TYPE_CHECKING:
     import pandas
@@ -36,104 +35,6 @@ FILE_NAME = "registry.json"
 PREFIX = "zoo:"
 #: A folder with a registry and files to use instead of those that come with the package.
 FOLDER_VARIABLE = "MONET_LIKE_ZOO"
-
-
-@dataclass(frozen=True)
-class ZooFile:
-    """A file with schedules.
-
-    Attributes:
-        path: within the registry's folder, with ``/``.
-        sha256, bytes: of its content.
-    """
-
-    path: str
-    sha256: str
-    bytes: int
-
-
-@dataclass(frozen=True)
-class Listed:
-    """A schedule of the zoo.
-
-    Attributes:
-        name: model, batch and budget, such as ``resnet50_184_10.00``.
-        profile: the target of the plan: a device of `roofline.DEVICES`, or a machine.
-        kind: ``roofline``: datasheet rates; ``measured``: operators ran on that device.
-        profile_source: ``roofline:a100 version 1``, or a profile's file within the folder.
-        device: ``cuda`` or ``cpu``, for which the program was captured.
-        captured_there: captured on such a device; else as on it, without one.
-        path: of the file that has it, as `ZooFile.path`.
-        model, batch, mode: as the command line takes them.
-        inputs: dtype and shape of every input.
-        budget_bytes, peak_bytes, plain_peak_bytes: of the step; the peaks predicted.
-        seconds, plain_seconds: predicted, from the profile.
-        bound_seconds, gap, bound_kind: the proven bound; None: there is none.
-        solver: the planner: ``counted`` (the same schedule again at every build), or a solver's name.
-        solve_seconds: how long that took.
-        torch: the version it was captured with.
-        fingerprint: of the program.
-    """
-
-    name: str
-    profile: str
-    kind: str
-    profile_source: str
-    device: str
-    captured_there: bool
-    path: str
-    model: str
-    batch: int
-    inputs: tuple[str, ...]
-    mode: str
-    budget_bytes: int
-    peak_bytes: int
-    seconds: float
-    plain_peak_bytes: int
-    plain_seconds: float
-    bound_seconds: float | None
-    gap: float | None
-    bound_kind: str
-    solver: str
-    solve_seconds: float
-    torch: str
-    fingerprint: str
-
-    @property
-    def full_name(self) -> str:
-        """``resnet50_184_10.00@a100``."""
-        return f"{self.name}@{self.profile}"
-
-    @property
-    def overhead(self) -> float:
-        """Time beyond plain PyTorch's, as a share of it; negative: less."""
-        return self.seconds / self.plain_seconds - 1 if self.plain_seconds else 0.0
-
-
-@dataclass(frozen=True)
-class Refused:
-    """A budget for which there is no schedule.
-
-    Attributes:
-        proven: none exists; else none was found.
-        smallest_bytes: a budget for which one is known, or None.
-        reason: in words.
-        fingerprint: of the program.
-    """
-
-    name: str
-    profile: str
-    budget_bytes: int
-    plain_peak_bytes: int
-    proven: bool
-    smallest_bytes: int | None
-    reason: str
-    fingerprint: str
-
-    @property
-    def full_name(self) -> str:
-        """As `Listed.full_name`."""
-        return f"{self.name}@{self.profile}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -170,21 +71,11 @@ class Registry:
                 f"there is no zoo in {folder}: it has no {FILE_NAME}; give its folder as ${FOLDER_VARIABLE}, or make "
                 "one with monet-like zoo build"
             )
-        text = read_text(path, "registry")
+        content = read_headed(path, "zoo registry", FORMAT, (VERSION,), "build the zoo again")
         try:
-            content: Any = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ScheduleFileError(f"{path} is not a registry (no JSON: {error})") from None
-        if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise ScheduleFileError(f"{path} is not a registry of monet_like's zoo")
-        if content.get("version") != VERSION:
-            raise ScheduleFileError(
-                f"{path} is a registry of version {content.get('version')!r}, this package reads {VERSION}"
-            )
-        try:
-            rows = read_as(content, _Rows)
+            rows = read_as(content, Rows)
             for file in rows.files:
-                _check_file(file)
+                check_file(file)
             if lost := {listed.path for listed in rows.schedules} - {file.path for file in rows.files}:
                 raise ValueError(f"it names no file {min(lost)!r}")
         except ValueError as error:
@@ -232,7 +123,7 @@ class Registry:
     def of_model(self, text: str) -> list[Listed]:
         """The schedules of a model, named as ``resnet50`` or ``resnet50_184``, with or without ``@profile``."""
         name, at, profile = text.removeprefix(PREFIX).partition("@")
-        of_name = [listed for listed in self.schedules if name in _shorter(listed.name)]
+        of_name = [listed for listed in self.schedules if name in shorter(listed.name)]
         return [listed for listed in of_name if not at or listed.profile == profile]
 
     def _unknown(self, name: str) -> str:
@@ -288,7 +179,7 @@ class Registry:
         """
         rest = [other for other in self.schedules if other.full_name != listed.full_name]
         refused = tuple(other for other in self.refused if other.full_name != listed.full_name)
-        changed = dataclasses.replace(self, schedules=tuple(sorted([*rest, listed], key=_order)), refused=refused)
+        changed = dataclasses.replace(self, schedules=tuple(sorted([*rest, listed], key=in_order)), refused=refused)
         return changed._rewritten({listed.path}, {} if record is None else {listed.full_name: record})
 
     def with_refused(self, refused: Refused) -> Registry:
@@ -403,35 +294,3 @@ def check_not_registered(path: Path) -> None:
             f"{path} belongs to the zoo, whose registry names it; give another name with --out, or run in another "
             "folder"
         )
-
-
-def place(row: Listed | Refused) -> tuple[bool, int, str]:
-    """Measured before estimated, then as the catalogue has the profiles."""
-    known = PROFILES.index(row.profile) if row.profile in PROFILES else len(PROFILES)
-    return not (isinstance(row, Listed) and row.kind == "measured"), known, row.profile
-
-
-def _shorter(name: str) -> tuple[str, str]:
-    """``resnet50_184_10.00`` → ``resnet50_184`` and ``resnet50``."""
-    with_batch = name.rpartition("_")[0]
-    return with_batch, with_batch.rpartition("_")[0]
-
-
-def _order(listed: Listed) -> tuple[Any, ...]:
-    return listed.model, listed.batch, -listed.budget_bytes, place(listed)
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """The content of the file."""
-
-    files: tuple[ZooFile, ...]
-    schedules: tuple[Listed, ...]
-    refused: tuple[Refused, ...]
-
-
-def _check_file(file: ZooFile) -> None:
-    if not all(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*", part) for part in file.path.split("/")):
-        raise ValueError(f"path {file.path!r} is not within the folder")
-    if not re.fullmatch(r"[0-9a-f]{64}", file.sha256):
-        raise ValueError(f"sha256 {file.sha256!r} is none")

@@ -114,9 +114,11 @@ def test_menus_are_searched_anew_where_those_of_other_sizes_do_not_fit(monkeypat
     searched = _searched(monkeypatch)
     monkeypatch.setattr(block_plan, "QUICK_BOUND_SECONDS", 0.0)  # for the bound finds schedules, too
     own = EarlierMenus.add
-    monkeypatch.setattr(
-        EarlierMenus, "add", lambda menus, ready, _: own(menus, ready, (store_all(ready.captured.program),))
-    )
+
+    def add(menus: EarlierMenus, ready: Any, found: Any) -> None:
+        own(menus, ready, (store_all(ready.captured.program),) if found else ())
+
+    monkeypatch.setattr(EarlierMenus, "add", add)
     mine = scheduled(Decoder(blocks=3), [(nothing, tokens(8, length)) for length in (16, 20)], "90%")
     plans = plans_of(mine)
     assert plans is not None and len(plans.plans) == 2
@@ -271,7 +273,7 @@ def merged(model: Any) -> None:
 CHANGES = [freeze, thaw, without_dropout, to_float64, one_in_eval, without_grad_before, called_directly, merged]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(rare=2)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_changes_between_calls(change: Callable[[Any], object]) -> None:
     first = freeze if change is thaw else nothing

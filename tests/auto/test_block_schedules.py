@@ -32,7 +32,9 @@ from torchvision.models.resnet import BasicBlock
 import monet_like
 from monet_like.auto.agreement import _raised, _told, planned_by
 from monet_like.auto.block import BlockSchedule, blocks_of
+from monet_like.auto.promise import BlockPlan
 from monet_like.errors import CaptureError, InfeasibleError, UsageError
+from monet_like.ir.units import format_bytes
 from monet_like.profile.measure import allocated_peak
 from monet_like.replay.verify.steps import resident_bytes
 
@@ -60,6 +62,19 @@ def assert_inputs_are_released(model: Any, x: torch.Tensor) -> None:
         layer._forward_pre_hooks.clear()
 
 
+def assert_shown(model: Any, plain: Any, plan: BlockPlan) -> None:
+    """``print`` shows the whole step's numbers at each block; the model has nothing that the plain one has not."""
+    peaks = f"peak {format_bytes(plan.peak_bytes)}, plain PyTorch's {format_bytes(plan.plain_peak_bytes)}"
+    assert type(model) is type(plain) and vars(model).keys() == vars(plain).keys()
+    for block in blocks_of(copy.deepcopy(model)):
+        first, second = repr(block).splitlines()[1:3]
+        assert first.strip().startswith(f"whole step: budget {format_bytes(plan.budget_bytes)}, {peaks}, blocks ")
+        kept = plan.points[int(block._block_name[-1])].carried_bytes
+        assert re.match(r" *this block: keeps ([\d.]+ \wB) for its backward, \S+ \ws, plain", second), second
+        assert block._block_share.carried_bytes >= kept and "peak" not in second
+        assert first.strip() in repr(model) and second.strip() in repr(model)
+
+
 def test_gradients_are_plain_and_the_peak_is_as_predicted() -> None:
     plain = Decoder(blocks=2)
     x = tokens()
@@ -72,6 +87,8 @@ def test_gradients_are_plain_and_the_peak_is_as_predicted() -> None:
     assert measured_peak(plain, x) == plan.plain_peak_bytes
     assert plan.budget_bytes == int(0.75 * plan.plain_peak_bytes)
     assert 0 < plan.bound_seconds <= plan.seconds and plan.gap == 1 - plan.bound_seconds / plan.seconds
+    assert_shown(mine, plain, plan)
+    assert dict(plan.moments)[plan.moment] == max(count for _, count in plan.moments) == plan.peak_bytes
     assert_inputs_are_released(mine, x)
     assert list(mine.state_dict()) == list(plain.state_dict())
     mine.eval(), plain.eval()

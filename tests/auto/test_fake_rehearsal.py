@@ -8,14 +8,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from block_models import Decoder, loss_of, tokens
+from block_models import EXACT, Decoder, loss_of, tokens
 from torch import nn
 
 import monet_like
 from monet_like.auto.block import blocks_of
 from monet_like.auto.blocks import plan_no_more
-from monet_like.auto.rehearsal.fake import _Counting
+from monet_like.auto.rehearsal import fake as rehearsal_on_fakes
+from monet_like.auto.rehearsal.fake import _Counting, fake_stretches, none_left
 from monet_like.auto.rehearsal.memory import Blocks, Rehearsed, StepMemory, WholeStep, step_of
+from monet_like.capture.captured import fake_mode
+from monet_like.errors import CaptureError
 
 
 class Skips(nn.Module):
@@ -147,10 +150,10 @@ IMAGES = torch.linspace(-1, 1, 2 * 3 * 16 * 16).view(2, 3, 16, 16)
         pytest.param(Decoder, tokens(), entropy, lambda _: None, True, id="entropy"),
         pytest.param(Tied, tokens(), loss_of, lambda _: None, True, id="tied"),
         pytest.param(Tied, tokens(), loss_of, add_gradients, True, id="gradients that are added to"),
-        pytest.param(Transposed, tokens(), loss_of, lambda _: None, False, id="transposed"),
+        pytest.param(Transposed, tokens(), loss_of, lambda _: None, True, id="transposed"),
         pytest.param(Cast, tokens(), loss_of, lambda _: None, True, id="autocast"),
         pytest.param(Indexed, tokens(), loss_of, lambda _: None, True, id="indexed"),
-        pytest.param(Checkpoints, tokens(), loss_of, lambda _: None, False, id="checkpoints"),
+        pytest.param(Checkpoints, tokens(), loss_of, lambda _: None, True, id="checkpoints"),
         pytest.param(Asks, tokens(), loss_of, lambda _: None, False, id="asks"),
         pytest.param(Shares, tokens(), loss_of, lambda _: None, False, id="shares memory"),
     ],
@@ -200,3 +203,101 @@ def test_sums_of_gradients_are_in_place(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(_Counting, "_adds_in_place", lambda *_: False)
     (fake, _), (real, _) = (rehearsed(Skips, IMAGES, None, lambda _: None, fake=fake) for fake in (True, False))
     assert [each.step.moments for each in fake] != [each.step.moments for each in real]
+
+
+@pytest.mark.parametrize("freed", [True, False])
+def test_caches_are_searched_only_if_something_is_left(freed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what a step has made when all that it changed is put back."""
+    searched: list[None] = []
+    monkeypatch.setattr(rehearsal_on_fakes, "_empty_caches", lambda: searched.append(None))
+    kept: list[torch.Tensor] = []
+    with none_left():
+        fake_stretches(lambda _: kept.append(torch.ones(3) + 1), fake_mode(), torch.device("cpu"))
+        assert not searched
+        if freed:
+            kept.clear()
+    assert bool(searched) != freed
+
+
+class Follower(nn.Module):
+    """A block that moves a weight to other memory in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.other = nn.Linear(32, 32), nn.Linear(32, 32).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.other.weight.data = 0.9 * self.other.weight.data + 0.1 * self.own.weight.data
+        return self.own(x) + self.other(x)
+
+
+class Follows(Decoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Follower()])
+
+
+def test_captures_within_a_rehearsal_see_what_others_do() -> None:
+    """Such as assignments, which no operator shows."""
+    with pytest.raises(CaptureError, match=r"assigns a tensor's \.data"):
+        rehearsed(Follows, tokens(), loss_of, lambda _: None, fake=True)
+
+
+class AsksLast(Decoder):
+    """The rest of the model asks for a value when its last weight has been cast."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        result = super().forward(tokens)
+        return result * 0 if result.isnan().any() else result
+
+
+def plain_and_planned(
+    make: Callable[[], Any], loss: Callable[[nn.Module], torch.Tensor], share: str
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The loss and the gradients of a first step: plain PyTorch's, and with blocks that are planned in it."""
+    results = []
+    for wrap in (False, True):
+        torch.manual_seed(0)
+        model = make().train()
+        if wrap:
+            monet_like.auto_schedule(model, memory_budget=share, mode=EXACT, effort="quick", blocks=model.layers)
+        found = loss(model)
+        found.backward()
+        results.append([found.detach(), *(p.grad for p in model.parameters())])
+    plain, planned = results
+    return plain, planned
+
+
+@pytest.mark.parametrize("kind", [Decoder, AsksLast])
+def test_no_cast_of_a_rehearsal_is_left_in_the_callers_region(kind: type[Decoder]) -> None:
+    """Autocast keeps casts of weights, such as the head's, until its region ends, in which the first call plans."""
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss_of(model(tokens()))
+
+    assert all(map(torch.equal, *plain_and_planned(kind, loss, "90%")))
+
+
+class Overwritten(nn.Module):
+    """What a block makes is changed in place outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.layers, self.end = nn.Linear(8, 8), nn.ModuleList([nn.LayerNorm(8)]), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.end(F.relu(self.layers[0](self.stem(x)), inplace=True))
+
+
+def test_blocks_whose_results_are_changed_in_place() -> None:
+    x = torch.randn(4, 8)
+    found = plain_and_planned(Overwritten, lambda model: model(x).square().mean(), "100%")
+    assert all(map(torch.equal, *found))
+
+
+def test_a_checkpoint_around_the_model_counts_nothing_of_a_rehearsal() -> None:
+    def loss(model: nn.Module) -> torch.Tensor:
+        return loss_of(torch.utils.checkpoint.checkpoint(model, tokens(), use_reentrant=False))
+
+    assert all(map(torch.equal, *plain_and_planned(Decoder, loss, "100%")))

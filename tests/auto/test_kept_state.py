@@ -4,12 +4,16 @@ package's.
 
 from __future__ import annotations
 
+import copy
+import functools
+import importlib
 import itertools
 import random
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +27,7 @@ from monet_like.auto.blocks import plan_no_more
 from monet_like.auto.kept_state import State
 from monet_like.auto.rehearsal import memory
 from monet_like.auto.rehearsal.memory import Blocks, StepMemory, step_of
+from monet_like.capture.guards.holders import Attributes
 from monet_like.errors import UsageError
 
 CALLS = 0
@@ -229,16 +234,45 @@ def rehearsed(beside: Callable[[Model, torch.Tensor], Any], *, given: bool = Fal
     return not differing and len(before) == len(now())
 
 
-@pytest.mark.parametrize("beside", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])])
+@pytest.mark.parametrize(
+    "beside", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.slow(rare=2)) for kind in KINDS[1:])]
+)
 def test_a_rehearsal_changes_nothing(
     beside: Callable[[Model, torch.Tensor], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert rehearsed(beside)
     assert rehearsed(beside, given=True)
-    monkeypatch.setattr(memory, "_needs_real", lambda _: True)
+    monkeypatch.setattr(memory, "needs_real", lambda _: True)
     assert rehearsed(beside, given=True)  # on real tensors
     monkeypatch.setattr(State, "put_back", lambda self: "")
     assert not rehearsed(beside)  # so the comparison sees this kind of change
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.weight = 0, nn.Parameter(torch.ones(8))
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        self.seen.add_(1)
+        return x * self.weight
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.parametrize("compiled", [torch.jit.script, lambda module: torch.jit.trace(module, X)])
+def test_what_torchscript_holds_is_put_back(compiled: Callable[[nn.Module], Any]) -> None:
+    part = compiled(Counting())
+    model = nn.Sequential(nn.Sequential(part))
+    kept = State([model])
+    seen, count = part.seen.clone(), getattr(part, "count", None)
+    model(X).sum().backward()
+    part.weight.data.zero_()
+    assert not torch.equal(part.seen, seen)
+    kept.put_back()
+    assert torch.equal(part.weight, torch.ones(8)) and part.weight.grad is None
+    assert torch.equal(part.seen, seen) and getattr(part, "count", None) == count
 
 
 def test_an_iterator_that_cannot_go_back_is_refused() -> None:
@@ -256,3 +290,78 @@ def test_an_iterator_that_cannot_go_back_is_refused() -> None:
     zipped = zip([1] * 50, [2] * 50, strict=True)
     with pytest.raises(UsageError, match="takes values from a list_iterator"):
         rehearsed(lambda model, x: next(zipped))
+
+
+def test_ctrl_c_while_state_is_put_back_leaves_none_of_a_rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.BatchNorm1d(3)
+    state = State([model])
+    model(torch.arange(12.0).view(4, 3))
+    put_back, pressed = Attributes.put_back, []
+
+    def pressed_once(self: Attributes, then: Any) -> None:
+        if not pressed:
+            pressed.append(self)
+            raise KeyboardInterrupt
+        put_back(self, then)
+
+    monkeypatch.setattr(Attributes, "put_back", pressed_once)
+    with pytest.raises(KeyboardInterrupt):
+        state.put_back()
+    assert pressed
+    assert (model.running_mean == 0).all()
+    assert model.num_batches_tracked == 0
+
+
+FORWARDS = 0
+WEIGHTS: dict[int, torch.Tensor] = {}
+
+
+@functools.lru_cache
+def rows_of(count: int) -> tuple[torch.Tensor, ...]:
+    return (torch.linspace(0.5, 1, count)[:, None],)
+
+
+class Remembering(nn.Module):
+    """Nothing but its class leads to the global variables that its forward changes."""
+
+    def __init__(self, rows: Callable[[int], tuple[torch.Tensor, ...]]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))])
+        Remembering.rows = staticmethod(rows)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        global FORWARDS
+        FORWARDS += 1
+        weight = WEIGHTS.setdefault(len(x), torch.linspace(1, 2, len(x))[:, None])
+        return self.layers[0](x * weight * self.rows(len(x))[0])
+
+
+@pytest.mark.parametrize("blocks", [None, "layers.*"])
+def test_what_forwards_keep_globally_is_put_back(blocks: str | None) -> None:
+    global FORWARDS
+    FORWARDS = 0
+    WEIGHTS.clear()
+    rows_of.cache_clear()
+    model = Remembering(rows_of)
+    plain = copy.deepcopy(model)
+    planned = monet_like.auto_schedule(model, memory_budget="1 GB", exact=True, effort="quick", blocks=blocks)
+    result = planned(X)
+    assert FORWARDS == 1
+    assert [type(kept) for kept in (*WEIGHTS.values(), *rows_of(len(X)))] == [torch.Tensor] * 2
+    assert torch.equal(result, plain(X))
+
+
+def test_caches_of_packages_keep_no_fake_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "site-packages" / "package_with_a_cache.py"
+    package.parent.mkdir()
+    package.write_text(
+        "import functools, torch\n\nCACHE = {}\n\n"
+        "@functools.lru_cache\ndef cached(count):\n    return (torch.linspace(0.5, 1, count)[:, None],)\n\n"
+        "def rows(count):\n    return cached(count)[0] * CACHE.setdefault(count, torch.ones(1)), CACHE[count]\n"
+    )
+    monkeypatch.syspath_prepend(package.parent)
+    rows = importlib.import_module("package_with_a_cache").rows
+    model = Remembering(rows)
+    planned = monet_like.auto_schedule(model, memory_budget="1 GB", exact=True, effort="quick", blocks="layers.*")
+    assert type(planned(X)) is torch.Tensor
+    assert [type(kept) for kept in rows(len(X))] == [torch.Tensor] * 2

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -16,9 +17,10 @@ from training import twin
 import monet_like
 from monet_like.auto import auto_schedule as auto
 from monet_like.auto.auto_schedule import AutoSchedule
-from monet_like.auto.whole_plan import WholeSettings
+from monet_like.auto.planning import Settings
 from monet_like.capture.captured import Captured
-from monet_like.compiler import pipeline
+from monet_like.capture.lower.step import capture
+from monet_like.compiler import pipeline, quick
 from monet_like.compiler.request import Request
 from monet_like.errors import InfeasibleError, ProfileError, UsageError
 from monet_like.ir.schedule_file import PLAIN, ScheduleRecord
@@ -64,9 +66,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """
     rows: list[tuple[int, ...]] = []
 
-    def planned(
-        request: Request, settings: WholeSettings, device: torch.device, captured: Captured, verbose: bool | None
-    ) -> ScheduleRecord:
+    def planned(request: Request, settings: Settings, device: torch.device, captured: Captured) -> ScheduleRecord:
         rows.append(tuple(request.example[0][0].shape))
         if rows[-1][0] > 64:
             error = InfeasibleError(f"no plan fits into {settings.budget}")
@@ -80,7 +80,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return rows
 
 
-def replace_budget(record: ScheduleRecord, settings: WholeSettings) -> ScheduleRecord:
+def replace_budget(record: ScheduleRecord, settings: Settings) -> ScheduleRecord:
     return ScheduleRecord(**{**vars(record), "budget_bytes": settings.budget.of(2 * MIB)})
 
 
@@ -245,7 +245,11 @@ def test_messages_speak_of_the_call() -> None:
     message = str(error.value)
     assert message.startswith("no plan of Sequential for float32[256, 8] fits into ")
     assert "(50 % of plain PyTorch's peak); plain PyTorch needs " in message
-    assert message.endswith("; give auto_schedule a larger memory_budget or smaller inputs")
+    enough = error.value.smallest_bytes
+    assert re.search(
+        rf"; give auto_schedule memory_budget={enough} \([\d.]+ KB\), for which a plan was found, or smaller inputs$",
+        message,
+    )
     assert "monet-like" not in message
 
 
@@ -300,16 +304,40 @@ def test_what_cannot_be_measured_is_said_in_words(monkeypatch: pytest.MonkeyPatc
 
 def test_costs_of_a_larger_batch_are_those_of_the_first_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[int] = []
-    own = pipeline.quick_costs
+    own = quick.quick_costs
 
     def measuring(request: Request, *args: Any) -> Any:
         measured.append(request.example[0][0].shape[0])
         return own(request, *args)
 
-    monkeypatch.setattr(pipeline, "quick_costs", measuring)
+    monkeypatch.setattr(quick, "quick_costs", measuring)
     be_brief(monkeypatch.setattr)
     calls = [(torch.randn(rows, 8),) for rows in (16, 64, 24)]
     wrapped = as_plain(mlp(8, 32, 32, 32, 8), calls, memory_budget=4 * MIB)
     assert measured == [16]
     assert [record.inputs[0].shape[0] for record in wrapped.records] == [16, 64]
     assert "other sizes" in wrapped.records[1].note
+
+
+def test_costs_are_scaled_also_where_no_gradient_is_delayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Because it would need more memory, as told by costs: the program that is planned is another than was captured."""
+    measured: list[int] = []
+    own = quick.measure_partly
+
+    def measuring(tasks: Mapping[str, Any], *args: Any, **options: Any) -> Any:
+        measured.append(len(tasks))
+        return own(tasks, *args, **options)
+
+    def cost(request: Request, captured: Captured, costs: Any) -> bool:
+        return request.made_last is None and bool(captured.made_last)
+
+    monkeypatch.setattr(quick, "measure_partly", measuring)
+    monkeypatch.setattr(pipeline, "delays_cost", cost)
+    be_brief(monkeypatch.setattr)
+    layers = nn.Conv2d(2, 64, 3, padding=1), nn.MaxPool2d(4), nn.Flatten(), nn.Linear(1024, 1024)
+    model, calls = nn.Sequential(*layers).train(), [(torch.randn(rows, 2, 16, 16),) for rows in (32, 40)]
+    assert capture(model, calls[0], made_last=None).made_last == ("3.weight",)
+    wrapped = as_plain(model, calls, memory_budget=256 * MIB)
+    first, second = wrapped.records
+    assert not first.made_last and not second.made_last and "other sizes" in second.note
+    assert measured[0] > 0 and not any(measured[1:])

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from block_models import CPU, EXACT, Layer, plan_briefly
 from processes import together
+from streamed_models import adapted_layer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -63,9 +64,9 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return data[:, :-1].contiguous(), data[:, 1:].contiguous()
 
 
-def arguments(rank: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments(rank: int, length: int = 32) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Of ``schedule.step``: the first stage gets the batch, the last one the target."""
-    tokens, target = batch()
+    tokens, target = (each[:, :length] for each in batch())
     return ((tokens,), {}) if rank == 0 else ((), {"target": target} if rank == dist.get_world_size() - 1 else {})
 
 
@@ -84,13 +85,14 @@ def step(schedule: Any, modules: nn.Module, seed: int, given: Any) -> list[float
     return [loss.item() for loss in losses]
 
 
-def assert_same_pipeline(one: Any, other: Any, plain: nn.Module, mine: nn.Module) -> None:
+def assert_same_pipeline(one: Any, other: Any, plain: nn.Module, mine: nn.Module, given: Any = None) -> None:
     """Losses and gradients of two pipelines are equal bit by bit, dropout's masks included."""
-    given = arguments(dist.get_rank())
+    given = given or arguments(dist.get_rank())
     for seed in range(2):
         assert step(one, plain, seed, given) == step(other, mine, seed, given)
         for (name, a), b in zip(plain.named_parameters(), mine.parameters(), strict=True):
-            assert torch.equal(a.grad, b.grad), name
+            assert (a.grad is None) == (b.grad is None) == (not a.requires_grad), name
+            assert a.grad is None or torch.equal(a.grad, b.grad), name
 
 
 def measured_peak(make: Callable[[nn.Module], Any], modules: nn.Module, given: Any = None) -> int:
@@ -145,6 +147,27 @@ def _one_stage_each(rank: int) -> None:
 @pytest.mark.slow
 def test_gpipe_and_1f1b(tmp_path: Path) -> None:
     together(tmp_path, _one_stage_each)
+
+
+def _streamed(rank: int) -> None:
+    """Frozen weights of each process's stage come from the host: no other schedule fits, however long a copy takes."""
+    plan_briefly()
+    torch.manual_seed(rank)
+    plain, given = Stage(adapted_layer, 4 + rank, rank == 0, rank == 1, width=256), arguments(rank, length=2)
+    for kind in (ScheduleGPipe, Schedule1F1B):
+        on_device = monet_like.auto_schedule(copy.deepcopy(plain), memory_budget="60%", **OPTIONS)
+        with pytest.raises(InfeasibleError):
+            monet_like.plan_step(on_device, scheduled(kind, on_device).step, *given[0], **given[1])
+        mine = monet_like.auto_schedule(copy.deepcopy(plain), memory_budget="60%", weights="auto", **OPTIONS)
+        schedule = scheduled(kind, mine)
+        plan = monet_like.plan_step(mine, schedule.step, *given[0], **given[1])
+        assert any(point.ahead for point in plan.points)
+        assert_same_pipeline(scheduled(kind, plain), schedule, plain, mine, given)
+
+
+@pytest.mark.slow
+def test_stages_with_streamed_weights(tmp_path: Path) -> None:
+    together(tmp_path, _streamed)
 
 
 def several(kind: Any, modules: nn.Module) -> Any:

@@ -18,7 +18,7 @@ import monet_like
 from monet_like.auto import block as block_wrapper
 from monet_like.auto.block import blocks_of
 from monet_like.auto.shared_captures import outline_of
-from monet_like.replay import wrapper
+from monet_like.replay import stepping
 
 
 class Scaled(Short):
@@ -46,7 +46,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Gets an element for every capture of a block; planning is short."""
     plan_briefly(monkeypatch.setattr)
     made: list[int] = []
-    for module, name in ((block_wrapper, "captured_for"), (wrapper, "capture")):
+    for module, name in ((block_wrapper, "captured_for"), (stepping, "capture")):
         own = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *args, own=own, **kwargs: made.append(1) or own(*args, **kwargs))
     return made
@@ -150,7 +150,7 @@ DIFFERENCES: list[tuple[str, Callable[[Any], Any], bool]] = [
 TOGETHER = 6
 
 
-@pytest.mark.slow
+@pytest.mark.slow(rare=2)
 @pytest.mark.parametrize("first", range(0, len(DIFFERENCES), TOGETHER))
 def test_blocks_that_differ(first: int, captures: list[int]) -> None:
     names, changes, shared = zip(*DIFFERENCES[first : first + TOGETHER], strict=True)

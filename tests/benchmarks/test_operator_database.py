@@ -61,12 +61,12 @@ def test_repeats_that_add_up_to_a_given_size_are_measured() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_samples_of_operators_from_all_over_are_right(dtype: torch.dtype) -> None:
-    judged(database.operators(1, "cpu", dtype, part=5, parts=23))
+    judged(database.operators(1, "cpu", dtype, part=5, parts=46))
 
 
 @pytest.mark.slow
 def test_samples_of_modules_from_all_over_are_right() -> None:
-    judged(database.modules(1, "cpu", torch.float32, part=3, parts=6))
+    judged(database.modules(1, "cpu", torch.float32, part=3, parts=12))
 
 
 def test_a_command_writes_a_line_for_each_sample_and_a_table(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from benchmarks import run, work
 from benchmarks.contenders import CONTENDERS, Built, NotApplicableError
 from benchmarks.malloc import EXACT
 from benchmarks.processes import FEWEST, ROOT, DiedError, Running, take_turns
-from benchmarks.report import behind, pareto, trusted
+from benchmarks.report import pareto, trusted
 from benchmarks.rows import Point, Trial, merged, read_rows, write_rows
 from benchmarks.work import WORK, Job
 from benchmarks.worker import Verdict, judge
@@ -385,22 +385,6 @@ def test_a_front_has_no_point_that_another_beats() -> None:
         point("e", 300, 1.5),
     ]
     assert [p.contender for p in pareto(rows)] == ["d", "b", "a"]
-
-
-def test_words_say_where_ours_is_behind_and_only_there() -> None:
-    others = [point("plain PyTorch", 500, 1.0), point("checkpoint per block", 300, 1.3)]
-    good = [point("monet_like", 400, 0.95, "60%"), point("monet_like", 290, 1.2, "45%")]
-    assert behind([*others, *good], "eager") == []
-    assert behind([*others, *good[:1]], "eager") == [
-        "checkpoint per block (300 MB, +30.0 %) needs less memory than any of ours, the least of which is 400 MB"
-    ]
-    slow = [good[0], replace(good[1], seconds=1.5)]
-    assert behind([*others, *slow], "eager") == [
-        "checkpoint per block (300 MB, +30.0 %) is faster than the fastest of ours with no more memory, monet_like 45% "
-        "(290 MB, +50.0 %), by 13.3 %"
-    ]
-    wrong = replace(others[1], correct=False)
-    assert behind([others[0], wrong, *slow], "eager") == []
 
 
 def test_finite_differences_are_not_believed_against_the_net_of_dropout() -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from any_schedule import assert_as_plain, step
+from any_schedule import AnySchedule, assert_as_plain, step
 from nets import Net, linear, rows
 from replays import LOSS_BYTES, costs_of, record_for, replayed, worst
 from torch import nn
@@ -270,7 +270,8 @@ def test_operators_that_want_probabilities_are_measured() -> None:
 def test_numbers_that_a_forward_reads_are_followed(build: Any, change: Callable[[nn.Module], None]) -> None:
     model, x = build(), rows()
     plain = copy.deepcopy(model)
-    wrapped = auto_schedule(model, x, memory_budget="130%", time_limit_seconds=2, mode="inplace_multiway_newnode")
+    # more than plain PyTorch: a schedule keeps the state of the random generator
+    wrapped = auto_schedule(model, x, memory_budget="16 KB", time_limit_seconds=2, mode="inplace_multiway_newnode")
     steps = []
     for round_ in range(4):
         if round_ == 2:
@@ -319,6 +320,28 @@ def assigns_data(net: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return layer(x)
 
 
+def keeps_gradient(net: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    net.kept = layer(x).tanh()
+    net.kept.retain_grad()
+    return net.kept * 2
+
+
+def rounds_saved(net: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.bfloat16(), lambda t: t.float()):
+        return layer(x).tanh()
+
+
+def changes_late(net: Net, layer: Any, x: torch.Tensor) -> torch.Tensor:
+    h = layer(x)
+    h.register_hook(lambda gradient: setattr(net, "late", net.ema.add_(gradient.detach().sum(0))))
+    return h.tanh()
+
+
+def hooks_weight(net: Net, layer: Any, x: torch.Tensor) -> torch.Tensor:
+    layer.weight.register_hook(lambda gradient: gradient * 2)
+    return layer(x)
+
+
 @pytest.mark.parametrize(
     ("function", "said"),
     [
@@ -331,6 +354,10 @@ def assigns_data(net: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         ),
         (assigns, r"assigns ema, .*self.ema.copy_\(...\)"),
         (assigns_data, r"assigns a tensor's .data, .*copy_"),
+        (keeps_gradient, r"calls retain_grad\(\)"),
+        (rounds_saved, "hooks of its own on saved tensors"),
+        (hooks_weight, "registers a hook on a parameter or an input"),
+        (changes_late, "changes a parameter or a buffer in the backward"),
     ],
 )
 def test_what_a_schedule_would_not_do_is_refused(function: Any, said: str) -> None:
@@ -340,6 +367,7 @@ def test_what_a_schedule_would_not_do_is_refused(function: Any, said: str) -> No
         capture(model, (rows(),))
     assert model.ema is ema
     assert torch.random.set_rng_state is torch.set_rng_state
+    assert not model.layers[0].weight._backward_hooks  # type: ignore[union-attr]
     torch.set_rng_state(states[0])
     random.setstate(states[1])
 
@@ -390,10 +418,16 @@ def test_what_pytorchs_own_hooks_set_is_no_news(norm: Callable[[nn.Module], nn.M
 # What is refused ------------------------------------------------------------------------------------------------
 
 
-def test_second_derivatives_are_refused() -> None:
-    wrapped = auto_schedule(nn.Sequential(linear(), nn.Tanh()), rows(), memory_budget="130%", time_limit_seconds=2)
-    with pytest.raises(UsageError, match="create_graph=True"):
-        torch.autograd.grad(wrapped(rows()).sum(), list(wrapped.parameters()), create_graph=True)
+def test_second_derivatives_are_plain_pytorchs() -> None:
+    model = nn.Sequential(linear(), nn.Tanh())
+    wrapped = auto_schedule(model, rows(), memory_budget="130%", time_limit_seconds=2)
+    found = []
+    for called in (model, wrapped):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Sequential runs as plain PyTorch.*create_graph=True")
+            first = torch.autograd.grad(called(rows()).sum(), list(model.parameters()), create_graph=True)
+        found.append(torch.autograd.grad(first[0].square().sum(), list(model.parameters())))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 def test_a_conjugated_gradient_is_taken() -> None:
@@ -437,10 +471,31 @@ def test_what_cannot_be_captured_is_said(model: Any, inputs: Any, error: type[Ex
         capture(model(), (inputs(),))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_what_is_scripted_later_or_a_block_is_said() -> None:
+    model, x = nn.Sequential(linear(), nn.ReLU(), linear()), rows()
+    wrapped = AnySchedule(model)
+    step(wrapped, x)
+    model[0] = torch.jit.script(model[0])
+    with pytest.raises(UsageError, match="0 is in TorchScript"):
+        wrapped(x)
+    for block in ("0", "1.0"):
+        with pytest.raises(UsageError, match=f"{block} is in TorchScript"):
+            auto_schedule(
+                nn.Sequential(model[0], nn.Sequential(copy.copy(model[0]))), memory_budget="200%", blocks=block
+            )
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_a_traced_model_is_refused_in_words() -> None:
+    with pytest.raises(CaptureError, match="the model is in TorchScript"):
+        auto_schedule(torch.jit.trace(linear(), rows()), memory_budget="200%")(rows())
+
+
 def test_a_schedule_serves_other_numbers() -> None:
     """Which dropout or momentum it is decides nothing about memory: the same file, another step."""
     model, x = nn.Sequential(linear(), nn.Dropout(0.1), linear()), rows()
-    record = auto_schedule(twin(model), x, memory_budget="130%", time_limit_seconds=2).record
+    record = auto_schedule(twin(model), x, memory_budget="16 KB", time_limit_seconds=2).record
     assert record is not None
     model[1].p = 0.5
     wrapped = ScheduleWrapper(twin(model), record)
@@ -452,12 +507,12 @@ def test_a_cached_plan_is_of_its_solver_and_time_and_whole() -> None:
 
     def plans(**options: Any) -> int:
         auto_schedule(linear(), x, memory_budget="200%", **options)
-        return len(list(cache_folder().glob("schedule_*.pkl")))
+        return len(list(cache_folder().glob("plan_*.json")))
 
     assert [plans(time_limit_seconds=2), plans(time_limit_seconds=2), plans(time_limit_seconds=3)] == [1, 1, 2]
     with pytest.raises(UsageError, match="NOPE"):
         plans(time_limit_seconds=2, solver="NOPE")
-    for path in cache_folder().glob("schedule_*.pkl"):
+    for path in cache_folder().glob("plan_*.json"):
         path.write_bytes(path.read_bytes()[:20])
     assert plans(time_limit_seconds=2) == 2
 
@@ -699,6 +754,17 @@ def gated(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def test_scripted_functions_are_captured() -> None:
     net = Net(lambda net, layer, x: gated(layer(x), x), linear())
     assert_as_plain(lambda: net, lambda called, model, note: [note(step(called, rows())) for _ in range(4)], captures=1)
+
+
+def test_what_a_forward_does_with_gradients_and_saved_tensors_to_no_effect_is_followed() -> None:
+    def forward(_: Net, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        layer.weight.retain_grad()  # of leaves
+        x.retain_grad()
+        with torch.autograd.graph.save_on_cpu():
+            return layer(x).tanh()
+
+    script = lambda called, _, note: note(step(called, x := rows().requires_grad_()), x.grad)  # noqa: E731
+    assert_as_plain(lambda: Net(forward, linear()), script, captures=1)
 
 
 @pytest.mark.parametrize("leaf", [True, False])

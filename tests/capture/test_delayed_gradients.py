@@ -185,7 +185,7 @@ def test_a_gradient_with_a_large_workspace_is_not_delayed(tmp_path: Path, monkey
             patch.setattr("monet_like.auto.whole_plan.prepare", None)
             again = auto_schedule(model, x, memory_budget="100 %", effort="full", time_limit_seconds=20)
         assert again.record == wrapped.record
-        for path in tmp_path.glob("schedule_*"):
+        for path in tmp_path.glob("plan_*"):
             path.unlink()
 
 

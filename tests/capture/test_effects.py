@@ -365,7 +365,7 @@ def grad_in_the_backward(net: Any, layer: nn.Module, x: torch.Tensor) -> Any:
 REFUSED: dict[str, tuple[Forward, str]] = {
     "grad": (grads, r"sets \.grad of a parameter"),
     "late layer": (late_layer, r"sets self\._modules to a parameter that it makes, which a schedule cannot set again"),
-    "registered": (registered, r"registers a parameter again, by setting self\.mine"),
+    "registered": (registered, r"forward registers mine, and a schedule cannot; register it in __init__"),
     "closed": (closed, r"sets self\.last to a function that holds a tensor of the step"),
     "grad_sample": (of_samples, r"sets self\.layers\.0\.weight\.grad_sample in the backward"),
     "grad in the backward": (grad_in_the_backward, r"sets self\.layers\.0\.bias\.grad in the backward"),

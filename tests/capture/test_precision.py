@@ -175,7 +175,7 @@ def test_plans_are_kept_apart_by_autocast_and_layout(tmp_path: Path, monkeypatch
         ("", "", ""), ("", "channels_last", "channels_last"), ("bfloat16", "", ""), ("bfloat16", "channels_last",
         "channels_last"),
     ]  # fmt: skip
-    assert len(list(tmp_path.glob("schedule_*.pkl"))) == 4
+    assert len(list(tmp_path.glob("plan_*.json"))) == 4
 
 
 @pytest.mark.slow

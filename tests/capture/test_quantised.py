@@ -25,6 +25,7 @@ from training import Outcome, run, twin
 
 from monet_like import ScheduleWrapper, auto_schedule
 from monet_like.capture.lower.step import capture
+from monet_like.capture.quantised import is_quantised
 from monet_like.errors import CaptureError
 from monet_like.ir.simulate import simulate
 from monet_like.plan import store_all
@@ -364,3 +365,11 @@ def test_what_custom_functions_set_in_their_objects_is_set_again() -> None:
         CaptureError, match=r"function of Scaling sets Scales.seen in the backward, and a schedule would not"
     ):
         capture(Scaling("backward"), (torch.randn(4, 8),))
+
+
+@pytest.mark.parametrize(("kind", "options"), [("Linear4bit", {}), ("Linear8bitLt", {"has_fp16_weights": False})])
+def test_a_weight_is_known_to_be_quantised_when_it_has_been_moved(kind: str, options: dict[str, Any]) -> None:
+    net = nn.Sequential(nn.Linear(64, 64), getattr(pytest.importorskip("bitsandbytes").nn, kind)(64, 64, **options))
+    assert not is_quantised(net)
+    assert is_quantised(net.to("cpu"))
+    assert is_quantised(net[:1])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import contextvars
 import functools
 import itertools
+import queue
 import random
 import types
 import warnings
@@ -413,17 +415,23 @@ def test_a_change_that_needs_another_plan_is_named() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["hook, attribute", "hook, object", "hook, global"])
-def test_what_a_hook_reads_may_not_change_before_the_backward(kind: str) -> None:
+def test_what_a_hook_reads_may_change_before_the_backward(kind: str) -> None:
+    """That backward is plain PyTorch's, and so are later calls."""
     function, attributes, change = HOLDERS[kind]
-    model = Reader(function, **{name: make() for name, make in attributes.items()})
-    wrapped = scheduled(model)
-    result = wrapped(rows())
-    change(model, 0.25)
-    with pytest.raises(
-        UsageError, match=r"(scale|SCALE) was 0.5, is 0.25: this was set between a forward and its backward"
-    ):
-        result.sum().backward()
-    assert all(map(torch.equal, step(model), step(wrapped)))
+    gradients = []
+    for schedule in (False, True):
+        torch.manual_seed(0)
+        model = Reader(function, **{name: make() for name, make in attributes.items()})
+        change(model, 0.5)
+        called = scheduled(model) if schedule else model
+        result = called(rows())
+        change(model, 0.25)
+        late = r"(scale|SCALE) was 0.5, is 0.25: this was set between a forward and its backward"
+        with pytest.warns(UserWarning, match=late) if schedule else contextlib.nullcontext():
+            result.sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+        gradients[-1] += step(called)
+    assert all(map(torch.equal, *gradients))
 
 
 def test_how_long_a_list_is_that_a_hook_reads_may_not_change_before_the_backward() -> None:
@@ -566,6 +574,18 @@ def test_what_a_forward_draws_is_refused(source: Callable[[], Iterator[float]]) 
     model = Reader(lambda net, y: y * next(net.source), source=source())
     with pytest.raises(CaptureError, match=r"draws from self.source, .*pass the number as an argument"):
         capture(model, (rows(),))
+
+
+def test_a_queue_that_a_forward_fills_is_refused() -> None:
+    waiting: queue.Queue[torch.Tensor] = queue.Queue()
+
+    def forward(net: nn.Module, y: torch.Tensor) -> torch.Tensor:
+        waiting.put(y)
+        return y
+
+    with pytest.raises(CaptureError, match=r"draws from .*variable waiting.* or adds to it"):
+        capture(Reader(forward), (rows(),))
+    assert waiting.empty()
 
 
 @pytest.mark.parametrize("source", [random.Random, np.random.default_rng, np.random.RandomState])

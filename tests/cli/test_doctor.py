@@ -15,7 +15,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from monet_like import ops
+from monet_like import build, ops
+from monet_like.cli import doctor
 from monet_like.cli.doctor import EXPECTED, REQUIRED
 from monet_like.cli.group import main
 from monet_like.solvers.dialects import DIALECTS
@@ -110,3 +111,11 @@ def test_required_is_what_the_package_depends_on() -> None:
     """But for the solvers, which are told apart."""
     declared = {re.match(r"[A-Za-z0-9_]+", line).group() for line in metadata.requires("monet_like") if ";" not in line}  # type: ignore[union-attr]
     assert set(REQUIRED) | set(EXPECTED) >= declared - {"highspy", "pulp"}
+
+
+def test_a_part_that_is_compiled_for_another_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a wheel has kernels, which run in every torch, and an arena, which runs in one."""
+    monkeypatch.setattr(build, "manifest", lambda: {"interface": "torch 2.11", "torch": "2.10.0"})
+    (placement,) = (finding for finding in doctor._kernels() if finding.name == "memory placement")
+    assert placement.state == "absent" and placement.advice == "python -m monet_like.build"
+    assert placement.text == "not compiled for this torch: place_memory is refused"

@@ -29,7 +29,7 @@ from monet_like.cli.commands import (
     solve_command,
 )
 from monet_like.cli.group import main
-from monet_like.compiler.problem import parse_batch, parse_shape
+from monet_like.compiler.words import parse_batch, parse_shape
 from monet_like.errors import MonetError, UsageError
 from monet_like.files import cache_folder
 from monet_like.ir.profile_file import Profile
@@ -741,12 +741,12 @@ def test_profiles_that_the_zoo_does_not_have(command: list[str]) -> None:
 
 
 def test_a_budget_below_one_task_is_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("monet_like.compiler.pipeline.profiled", None)  # nobody may come here
+    monkeypatch.setattr("monet_like.compiler.quick.profiled", None)  # nobody may come here
     message = error(solve(budget="4 KB", profile=()))
     assert re.fullmatch(
         r"no schedule fits into 4\.0 KB \(proven, nothing was measured\): \S+.* alone needs [\d.]+ KB, parameters, "
-        r"inputs "
-        r"and results included; give more memory or a smaller batch; monet-like smallest says what would do",
+        r"inputs and results included; the smallest known budget is [\d.]+ KB \(\d+ bytes\), which \S+ needs; "
+        r"give more memory or a smaller batch",
         message,
     )
     assert written() == []

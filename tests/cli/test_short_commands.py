@@ -12,8 +12,8 @@ import pandas
 import pytest
 from click.testing import CliRunner, Result
 
-import monet_like
 from monet_like import cli
+from monet_like.auto.planning import Settings
 from monet_like.cli.group import main
 from monet_like.compiler.request import Request
 from monet_like.ir.defaults import MODE, SOLVER
@@ -69,10 +69,12 @@ def test_the_budget_of_other_commands() -> None:
     assert parse_budgets("10, 565 MB,60%") == [Budget(10 * 2**30), Budget(565 * 2**20), Budget(share=0.6)]
     assert parse_budget(565) == parse_budget("565 B") == Budget(565)
     for command in ("largest-batch", "tune"):
-        stderr = run(command, "net.py:Net", "60%", exit_code=2).stderr
-        assert stderr.startswith(
-            "error: budget 60 % is a share of plain PyTorch's peak, which differs from batch to batch;"
-        )
+        for budget, what in (
+            ("60 %", "a share of plain PyTorch's peak"),
+            ("card", "what is free on the card for one step"),
+        ):
+            stderr = run(command, "net.py:Net", budget, exit_code=2).stderr
+            assert stderr.startswith(f"error: budget {budget} is {what}, which differs from batch to batch;")
     assert not list(Path().glob("solutions/profiles/*"))
 
 
@@ -84,9 +86,8 @@ def test_one_default_solver_and_it_is_said() -> None:
         (mode,) = (parameter for parameter in command.params if parameter.name == "mode")
         assert (solver.default, mode.default) == (SOLVER, MODE), command.name
     assert f"SOLVER is {SOLVER} (the default)" in " ".join(run("solve", "--help").stdout.split())
-    for function in (monet_like.auto_schedule, plan):
-        assert inspect.signature(function).parameters["solver"].default == SOLVER
-    assert inspect.signature(monet_like.auto_schedule).parameters["mode"].default == MODE
+    assert inspect.signature(plan).parameters["solver"].default == SOLVER
+    assert (Settings.solver, Settings.mode) == (SOLVER, MODE)  # of auto_schedule
     assert Request.solver == SOLVER
     assert cli.solve_command in commands
 

@@ -20,7 +20,7 @@ from monet_like.cli.group import main
 from monet_like.errors import InfeasibleError, UsageError
 from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.profile.measure import allocated_peak
-from monet_like.replay.wrapper import MANY_STEPS
+from monet_like.replay.stepping import MANY_STEPS
 
 NET = """
 from torch import nn

@@ -18,8 +18,7 @@ from torch import nn
 from training import run, twin
 
 import monet_like
-from monet_like.auto import auto_schedule as auto
-from monet_like.auto import whole_plan
+from monet_like.auto import kept_plans, planning
 from monet_like.capture.captured import Captured, distinct_tasks
 from monet_like.cli.group import main
 from monet_like.compiler import pipeline, quick
@@ -257,31 +256,31 @@ def planned(capsys: pytest.CaptureFixture[str], **options: object) -> tuple[Sche
 
 
 def files() -> list[str]:
-    return sorted("quick" if "quick" in path.name else path.name[:8] for path in cache_folder().iterdir())
+    return sorted("quick" if "quick" in path.name else path.name.partition("_")[0] for path in cache_folder().iterdir())
 
 
 @pytest.mark.slow
 def test_quick_first_and_full_at_the_next_start(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auto, "TIME_LIMIT_SECONDS", 1.0)
+    monkeypatch.setattr(planning, "TIME_LIMIT_SECONDS", 1.0)
     first, said = planned(capsys)
-    assert first.solver == "heuristic" and files() == ["quick"]  # what is measured quickly is not kept
+    assert first.solver == "heuristic" and files() == ["piece", "quick"]  # kept for quick plans alone
     assert "s (quickly; all is measured and refined at the next start, or now with effort='full'), kept in " in said
     assert "operators timed quickly at batch 8" in said
     same, said = planned(capsys)  # no new start
-    assert same == first and "_quick.pkl" in said and files() == ["quick"]
+    assert same == first and "_quick.json" in said and files() == ["piece", "quick"]
 
-    monkeypatch.setattr(whole_plan, "_planned_here", set())  # a new start
+    monkeypatch.setattr(kept_plans, "_planned_here", set())  # a new start
     for name, value in (("LOCAL_RANK", "1"), ("RANK", "3")):  # in another process than the first of this machine
         with monkeypatch.context() as process:
             process.setenv(name, value)
-            assert planned(capsys)[0] == first and files() == ["quick"]
+            assert planned(capsys)[0] == first and files() == ["piece", "quick"]
     kept, said = planned(capsys, effort="quick")
-    assert kept == first and files() == ["quick"]
+    assert kept == first and files() == ["piece", "quick"]
 
     full, said = planned(capsys)
-    assert full.solver == "HIGHS" and files() == ["profile_", "quick", "schedule"]
+    assert full.solver == "HIGHS" and files() == ["piece", "plan", "profile", "quick"]
     assert "quickly" not in said and "; costs: measured at batch 8" in said
     with monkeypatch.context() as process:
         process.setenv("LOCAL_RANK", "1")
@@ -291,9 +290,9 @@ def test_quick_first_and_full_at_the_next_start(
 
 @pytest.mark.slow
 def test_the_full_plan_at_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto, "TIME_LIMIT_SECONDS", 1.0)
+    monkeypatch.setattr(planning, "TIME_LIMIT_SECONDS", 1.0)
     full, _ = planned(capsys, effort="full")
-    assert full.solver == "HIGHS" and files() == ["profile_", "schedule"]
+    assert full.solver == "HIGHS" and files() == ["plan", "profile"]
     assert planned(capsys)[0] == full
     limited, said = planned(capsys, time_limit_seconds=1.5)  # who gives a limit wants the solver
     assert limited.solver == "HIGHS" and "operators reused, measured on 20" in said
@@ -311,7 +310,7 @@ def test_where_the_local_search_finds_nothing_the_solver_is_asked(
         raise SolverError("nothing found")
 
     monkeypatch.setitem(STRATEGIES, "heuristic", nothing)
-    assert planned(capsys)[0].solver == "HIGHS" and files() == ["quick"]
+    assert planned(capsys)[0].solver == "HIGHS" and files() == ["piece", "quick"]
 
 
 def test_searches_for_a_quick_plan_have_a_limit_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,14 @@
 // Kernels with one mistake each, and right ones beside them: what the emulator must and must not object to.
 
-#include <ATen/cuda/CUDAContext.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
-#include <torch/library.h>
-
 #include "common.cuh"
 
 namespace {
+
+using monet_like::current_stream;
+using monet_like::DeviceGuard;
+using monet_like::empty;
+using monet_like::kInt;
+using monet_like::Tensor;
 
 constexpr int kThreads = 64;
 
@@ -285,27 +286,26 @@ __global__ void intrinsics(const float* in, float* out, int64_t n) {
 template <auto Kernel>
 int64_t resident_blocks() {
   int processors = 0, each = 0;
-  C10_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, 0));
-  C10_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, Kernel, kThreads, 0));
-  TORCH_CHECK(processors == at::cuda::getCurrentDeviceProperties()->multiProcessorCount);
+  MONET_CUDA(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, 0));
+  MONET_CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, Kernel, kThreads, 0));
   return processors * each;
 }
 
 template <auto Kernel>
-void launch_dynamic(const float* in, float* to, int64_t n, int64_t bytes, c10::cuda::CUDAStream stream) {
+void launch_dynamic(const float* in, float* to, int64_t n, int64_t bytes, cudaStream_t stream) {
   if (bytes > 100000) {
-    C10_CUDA_CHECK(cudaFuncSetAttribute(Kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
+    MONET_CUDA(cudaFuncSetAttribute(Kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
   }
   Kernel<<<1, kThreads, static_cast<size_t>(bytes), stream>>>(in, to, n);
 }
 
-at::Tensor run(const at::Tensor& x, c10::string_view which, int64_t blocks) {
-  const c10::cuda::CUDAGuard guard(x.device());
-  at::Tensor out = at::empty({x.numel()}, x.options());
+Tensor run(const Tensor& x, std::string_view which, int64_t blocks) {
+  const DeviceGuard guard(x.device());
+  Tensor out = empty({x.numel()}, x.options());
   const float* in = x.const_data_ptr<float>();
   float* to = out.mutable_data_ptr<float>();
   const int64_t n = x.numel();
-  const auto stream = c10::cuda::getCurrentCUDAStream();
+  const auto stream = current_stream();
   const unsigned int b = static_cast<unsigned int>(blocks);
   if (which == "beyond") { beyond_the_end<<<b, kThreads, 0, stream>>>(in, to, n); }
   if (which == "before") { before_the_start<<<b, kThreads, 0, stream>>>(in, to, n); }
@@ -334,7 +334,7 @@ at::Tensor run(const at::Tensor& x, c10::string_view which, int64_t blocks) {
     counts<<<b, kThreads, 0, stream>>>(in, reinterpret_cast<unsigned int*>(to), n);
   }
   if (which == "freed") {
-    const float* gone = at::empty({n}, x.options()).const_data_ptr<float>();
+    const float* gone = empty({n}, x.options()).const_data_ptr<float>();
     beyond_the_end<<<b, kThreads, 0, stream>>>(gone, to, n - 1);
   }
   if (which == "vectors") {
@@ -359,7 +359,7 @@ at::Tensor run(const at::Tensor& x, c10::string_view which, int64_t blocks) {
   if (which == "turned1") { turned_in_warps<1><<<b, kThreads, 0, stream>>>(in, to, n); }
   if (which == "turned2") { turned_in_warps<2><<<b, kThreads, 0, stream>>>(in, to, n); }
   if (which.rfind("last", 0) == 0) {
-    const at::Tensor done = at::zeros({1}, x.options().dtype(at::kInt));
+    const Tensor done = empty({1}, x.options().dtype(kInt)).zero_();
     auto* count = reinterpret_cast<unsigned int*>(done.mutable_data_ptr<int>());
     if (which == "last") { sums_of_blocks<0><<<b, kThreads, 0, stream>>>(in, to, count, n); }
     if (which == "last1") { sums_of_blocks<1><<<b, kThreads, 0, stream>>>(in, to, count, n); }
@@ -370,20 +370,15 @@ at::Tensor run(const at::Tensor& x, c10::string_view which, int64_t blocks) {
   return out;
 }
 
-at::Tensor unguarded(const at::Tensor& x) {
-  at::Tensor out = at::empty({x.numel()}, x.options());
+Tensor unguarded(const Tensor& x) {
+  Tensor out = empty({x.numel()}, x.options());
   reversed<0><<<1, kThreads>>>(x.const_data_ptr<float>(), out.mutable_data_ptr<float>(), x.numel());
   return out;
 }
 
 }  // namespace
 
-TORCH_LIBRARY(emu_test, m) {
-  m.def("run(Tensor x, str which, int blocks) -> Tensor");
-  m.def("unguarded(Tensor x) -> Tensor");
-}
-
-TORCH_LIBRARY_IMPL(emu_test, CUDA, m) {
-  m.impl("run", &run);
-  m.impl("unguarded", &unguarded);
+MONET_KERNELS(CUDA, m) {
+  m.add<&run>("emulator_run");
+  m.add<&unguarded>("emulator_unguarded");
 }

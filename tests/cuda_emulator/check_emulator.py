@@ -9,7 +9,10 @@ import torch
 
 from .control import configure
 
-run = torch.ops.emu_test.run
+_library = torch.library.Library("monet_like", "FRAGMENT")
+_library.define("emulator_run(Tensor x, str which, int blocks) -> Tensor")
+_library.define("emulator_unguarded(Tensor x) -> Tensor")
+run = torch.ops.monet_like.emulator_run
 
 
 @pytest.fixture(params=["forward", "reverse", "random:1", "random:2"], autouse=True)
@@ -67,7 +70,7 @@ WRONG = [
     ),
     ("dynamic2", 50, 1, "out of bounds: writes 4 bytes at byte 196 of shared variable tile of 196 bytes"),
     ("dynamic3", 50, 1, "dynamic shared memory tile of a launch without any"),
-    ("dynamic4", 50, 1, "invalid value of cudaFuncSetAttribute"),
+    ("dynamic4", 50, 1, "invalid value, from cudaFuncSetAttribute"),
     ("dynamic5", 50, 1, "50000 bytes of dynamic shared memory, 49152 are allowed"),
     (
         "turned1",
@@ -98,7 +101,7 @@ def test_mistakes_are_found(which: str, n: int, blocks: int, message: str) -> No
 
 def test_a_guard_is_needed() -> None:
     with pytest.raises(RuntimeError, match="no CUDAGuard"):
-        torch.ops.emu_test.unguarded(torch.randn(5))
+        torch.ops.monet_like.emulator_unguarded(torch.randn(5))
 
 
 def test_right_kernels_run() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from kernel_inputs import FLOATS, assert_bits
+from kernel_inputs import FLOATS, assert_bits, exact_backward
 from torch import Tensor
 
 import monet_like.ops
@@ -548,35 +548,6 @@ def test_batch_norm_of_nothing_and_of_one(dtype: torch.dtype) -> None:
             expected = monet_like.ops.operators()[name].reference(*reads, "clamp", 0.0, INF, *some)
             for a, b in zip(made, expected, strict=True) if some else ((made, expected),):
                 torch.testing.assert_close(a, b, equal_nan=True)
-
-
-def exact_backward(
-    grad: Tensor,
-    x: Tensor,
-    y: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    invstd: Tensor,
-    name: str,
-    lo: float,
-    hi: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """In float64, activated at the y that was stored."""
-    channels, over = (1, -1) + (1,) * (x.dim() - 2), [d for d in range(x.dim()) if d != 1]
-    at = y.double().requires_grad_()
-    activate: dict[str, Callable[[Tensor], Tensor]] = {
-        "clamp": lambda t: torch.where((t <= lo) & (lo > -INF) | (t >= hi) & (hi < INF), 0.0, t),
-        "leaky_relu": lambda t: torch.nn.functional.leaky_relu(t, lo),
-        "hardswish": torch.nn.functional.hardswish,
-        "silu": torch.nn.functional.silu,
-    }
-    (g,) = torch.autograd.grad(activate[name](at), at, grad.double())
-    s = invstd.double().view(channels)
-    centred = x.double() - mean.double().view(channels)
-    w = torch.ones_like(s) if weight is None else weight.double().view(channels)
-    count = x.numel() // x.shape[1]
-    sum_g, dot = g.sum(over, keepdim=True), (centred * g).sum(over, keepdim=True)
-    return (g - sum_g / count - centred * s * s * dot / count) * s * w, (dot * s).flatten(), sum_g.flatten()
 
 
 @seeds

@@ -73,7 +73,6 @@ void declare_shared(void* address, std::size_t size, const char* name, Site site
 void* dynamic_shared(const char* name);
 void entered(const char* kernel);  // what transform.py puts first into every __global__ function
 void fence();
-void guard_device(int change);  // how many CUDAGuards there are
 bool mutated(int number);       // whether this deliberate mistake is switched on, see transform.py
 std::int64_t block_limit(std::int64_t most);  // of grids that stride: EMU_BLOCKS, where that is less
 [[noreturn]] void fail_assertion(const char* condition, Site site);

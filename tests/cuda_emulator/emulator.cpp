@@ -15,6 +15,9 @@
 #include <dlfcn.h>
 #include <pthread.h>
 #include <sys/mman.h>
+#define USE_CUDA
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 
 #include <algorithm>
 #include <atomic>
@@ -592,8 +595,6 @@ uint3 block_index() { return block_place; }
 dim3 block_extent() { return block_size; }
 dim3 grid_extent() { return grid_size; }
 
-void guard_device(int change) { guards += change; }
-
 bool mutated(int number) { return number == mutant; }
 
 void entered(const char* name) {
@@ -867,6 +868,27 @@ void run_grid(
       impossible(error + line_of(error_at) + ";" + who);
     }
   }
+}
+
+// Those of PyTorch's C functions that the sources call and that a PyTorch without CUDA lacks.
+extern "C" {
+AOTITorchError aoti_torch_create_cuda_guard(int32_t, CUDAGuardHandle* guard) {
+  *guard = nullptr;
+  ++guards;
+  return AOTI_TORCH_SUCCESS;
+}
+AOTITorchError aoti_torch_delete_cuda_guard(CUDAGuardHandle) {
+  --guards;
+  return AOTI_TORCH_SUCCESS;
+}
+AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void** stream) {
+  *stream = nullptr;
+  return AOTI_TORCH_SUCCESS;
+}
+AOTITorchError aoti_torch_cuda_addmm_out(
+    AtenTensorHandle out, AtenTensorHandle self, AtenTensorHandle a, AtenTensorHandle b, double beta, double alpha) {
+  return aoti_torch_cpu_addmm_out(out, self, a, b, beta, alpha);
+}
 }
 
 }  // namespace emu

@@ -204,12 +204,12 @@ def transformed(text: str, name: str, first: int = 1) -> tuple[str, list[str], l
     text = re.sub(r"\b__CUDACC__\b|\b__CUDA_ARCH__\b", "EMU_CUDA", text)
     # Grids that stride are bounded with std::clamp<int64_t>: tests can ask for fewer blocks than the kernels want.
     text = re.sub(r"\bstd::clamp<int64_t>\(", "::emu::clamp<int64_t>(", text)
-    text = re.sub(r"\bTORCH_LIBRARY_IMPL\((\w+), CUDA, m\)", r"TORCH_LIBRARY_IMPL(\1, CPU, m)", text)
+    text = re.sub(r"\bMONET_KERNELS\(CUDA, m\)", "MONET_KERNELS(CPU, m)", text)
     return f'#line 1 "{name}"\n{text}', kernels, mutants
 
 
 def transform_tree(source: Path, target: Path, only: Collection[str] = ()) -> Sources:
-    """Transforms csrc's headers, ops.cpp and cuda/*.cu into `target`; files that stay as they are keep their times.
+    """Transforms csrc's headers and cuda/*.cu into `target`; files that stay as they are keep their times.
 
     Args:
         source: csrc.
@@ -220,7 +220,7 @@ def transform_tree(source: Path, target: Path, only: Collection[str] = ()) -> So
     kernels: list[tuple[str, str]] = []
     barriers: list[tuple[str, int]] = []
     mutants: list[Mutant] = []
-    for path in sorted([*source.glob("*.h"), source / "ops.cpp", *source.glob("cuda/*.cu*")]):
+    for path in sorted([*source.glob("*.h"), *source.glob("cuda/*.cu*")]):
         if only and path.suffix == ".cu" and path.name not in only:
             continue
         name = path.relative_to(source).as_posix()

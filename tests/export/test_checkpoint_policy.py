@@ -227,15 +227,15 @@ def test_a_file_holds_the_same_decisions(planned: Planned, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [
-        ('"format": "monet_like checkpoint policy"', '"format": "other"', "its format is 'other'"),
-        ('"version": 1', '"version": 2', "it has version 2"),
+        ('"format": "monet_like checkpoint policy"', '"format": "other"', "is not a checkpoint policy of monet_like"),
+        ('"version": 1', '"version": 2', "of format version 2, this package reads 1"),
         ('"recompute"]', '"forget"]', "'forget'"),
         (
             '["aten.addmm.default", 1,',
             '["aten.addmm.default", 2,',
             "call 2 of aten.addmm.default stands where call 1 should",
         ),
-        ('"peak_bytes": ', '"peak_bytes": "', "no checkpoint policy"),
+        ('"peak_bytes": ', '"peak_bytes": "', "not a checkpoint policy"),
     ],
 )
 def test_damaged_files_are_refused(planned: Planned, tmp_path: Path, old: str, new: str, told: str) -> None:

@@ -236,4 +236,4 @@ def test_the_command_writes_what_the_policy_reads(
 def test_regions_are_of_policies_alone() -> None:
     refused = CliRunner().invoke(main, ("export", "n.pkl", "--to", "inductor", "--regions", "a"))
     assert refused.exit_code == 2
-    assert "give --to sac or torchtitan, or leave them out for --to inductor" in refused.output
+    assert "give --to sac, torchtitan or remat, or leave them out for --to inductor" in refused.output

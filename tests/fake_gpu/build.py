@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -68,15 +69,18 @@ def build(folder: Path) -> Path:
     )
     subprocess.run([*compiled, str(_stubs(folder / "others.c", others))], check=True)
     # The libraries that PyTorch loads ask the driver for more than PyTorch does, but not before a kernel runs.
-    driver = {name for name in wanted if re.match(r"cu[A-Z]", name)} | {
-        "cuInit",
-        "cuDriverGetVersion",
-        "cuGetErrorString",
-    }
-    stub = str(_stubs(folder / "driver.c", driver))
+    driver = {name for name in wanted | _of_triton() if re.match(r"cu[A-Z]", name)}
+    stub = str(_stubs(folder / "driver.c", driver | {"cuInit", "cuDriverGetVersion", "cuGetErrorString"}))
     library = str(folder / "driver" / "libcuda.so.1")
     subprocess.run([*common, stub, "-Wl,-soname,libcuda.so.1", "-o", library], check=True)
     return runtime
+
+
+def _of_triton() -> set[str]:
+    """Words of the source that Triton compiles when it is first asked for a GPU, functions of the driver among them."""
+    found = find_spec("triton")
+    source = Path(found.origin).parent / "backends/nvidia/driver.c" if found is not None and found.origin else None
+    return set(re.findall(r"\w+", source.read_text())) if source is not None and source.exists() else set()
 
 
 def _stubs(path: Path, names: set[str]) -> Path:

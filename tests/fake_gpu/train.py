@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import streamed
 import torch
 import torchvision
 from block_models import plan_briefly
@@ -36,6 +38,7 @@ from monet_like.profile.devices import DEVICES
 from monet_like.profile.measure import UNSPLIT_BYTES, allocated_peak, seconds_of, unsplit_bytes
 from monet_like.replay.verify.steps import resident_bytes, step_peak, unsaved_loss
 from monet_like.report.live import live_step
+from monet_like.runtime.out_of_memory import silent
 
 plan_briefly()
 
@@ -329,13 +332,14 @@ def placed(name: str) -> dict[str, Any]:
 
 
 def distributed(name: str) -> dict[str, Any]:
-    """In DistributedDataParallel, a group of one."""
+    """In DistributedDataParallel, a group of one; and planned without the group before."""
+    alone, _, _ = planned(name)
     with tempfile.TemporaryDirectory() as folder:
         torch.distributed.init_process_group("gloo", f"file://{folder}/meeting", rank=0, world_size=1)
         wrapped, args, running = planned(name)
         step(nn.parallel.DistributedDataParallel(running, device_ids=[0]), args)
         torch.distributed.destroy_process_group()
-    return {"predicted": wrapped.record.peak_bytes - wrapped.record.extra_bytes}
+    return {"predicted": wrapped.record.peak_bytes, "alone": alone.record.peak_bytes}
 
 
 def workspaces(name: str) -> dict[str, Any]:
@@ -363,6 +367,76 @@ def copies(name: str) -> dict[str, Any]:
     print("profiled", file=sys.stderr, flush=True)
     torch.zeros(2**20).to(CUDA)
     return {}
+
+
+def warnings_said() -> list[str]:
+    """What is logged as a warning from now on."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("monet_like").addHandler(handler)
+    return said
+
+
+def all_memory(but: int) -> torch.Tensor:
+    """Takes what is free on the device."""
+    torch.cuda.empty_cache()
+    return torch.empty(torch.cuda.mem_get_info(CUDA)[0] - but, dtype=torch.uint8, device=CUDA)
+
+
+def out_of_memory_in_blocks(name: str) -> dict[str, Any]:
+    """What is said when memory ends in the backward of the first block, and in its forward."""
+    said, held = warnings_said(), []
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)) for _ in range(3)))
+    x = torch.randn(2**14, 256, device=CUDA)
+    blocks: Any = monet_like.auto_schedule(model.to(CUDA), x, memory_budget="90%", blocks="*", effort="quick")
+    first = blocks[0](x)
+    result = blocks[2](blocks[1](first))
+    first.register_hook(lambda _: held.append(all_memory(2**21)))
+    with suppress(torch.OutOfMemoryError):
+        result.sum().backward()
+    del first, result
+    held.clear()
+    held.append(all_memory(2**21))
+    with suppress(torch.OutOfMemoryError):
+        blocks(x)
+    return {"said": said, "moments": dict(monet_like.block_plan(blocks).moments)}
+
+
+def out_of_memory(name: str) -> dict[str, Any]:
+    """What is said when memory ends after a step, in a forward, and while operators are measured."""
+    said = warnings_said()
+    wrapped, args, running = planned(name)
+    step(running, args)
+    held = [torch.empty(2**28, dtype=torch.uint8, device=CUDA) for _ in range(2)]  # of the loop
+
+    def too_much() -> None:
+        with suppress(torch.OutOfMemoryError):
+            torch.empty(2**40, dtype=torch.uint8, device=CUDA)
+
+    too_much()
+    with silent():
+        too_much()
+    running.zero_grad(set_to_none=True)
+    held.append(all_memory(2**21))
+    with suppress(torch.OutOfMemoryError):
+        step(running, args)
+    return {"said": said, "predicted": wrapped.record.peak_bytes, "budget": wrapped.record.budget_bytes}
+
+
+def card(name: str) -> dict[str, Any]:
+    """What "card" means beside other tensors, for a whole model and for blocks."""
+    held = torch.empty(3 * 2**30, dtype=torch.uint8, device=CUDA)
+    wrapped, _, _ = planned(name, memory_budget="card")
+    again, _, _ = planned(name, memory_budget="card")
+    del held
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(3))).to(CUDA)
+    x = torch.randn(8, 64, device=CUDA)
+    blocks = monet_like.auto_schedule(model, x, memory_budget="card", blocks="*", effort="quick")
+    return {
+        "whole": [wrapped.record.budget_bytes, again.record.budget_bytes],
+        "blocks": monet_like.block_plan(blocks).budget_bytes,
+    }
 
 
 def live(name: str) -> dict[str, Any]:
@@ -443,8 +517,16 @@ WHAT = {
         saved,
         copies,
         live,
+        out_of_memory,
+        out_of_memory_in_blocks,
+        card,
         moved,
         cublas,
+        streamed.races,
+        streamed.weights,
+        streamed.larger,
+        streamed.replicated,
+        streamed.offloaded,
     )
 }
 

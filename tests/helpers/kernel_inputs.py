@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -57,3 +58,32 @@ def layouts(shape: tuple[int, ...], dtype: torch.dtype, make: Callable[..., Tens
 
 
 SHAPES = [(), (0,), (1,), (7,), (8,), (9,), (127,), (129,), (1000,), (2053,), (3, 0, 2), (2, 3, 5, 7), (2, 16, 8, 8)]
+
+
+def exact_backward(
+    grad: Tensor,
+    x: Tensor,
+    y: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    name: str = "clamp",
+    lo: float = 0.0,
+    hi: float = math.inf,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of an activated batch norm for x, weight and bias in float64, activated at the y that was stored."""
+    channels, over = (1, -1) + (1,) * (x.dim() - 2), [d for d in range(x.dim()) if d != 1]
+    at = y.double().requires_grad_()
+    activate: dict[str, Callable[[Tensor], Tensor]] = {
+        "clamp": lambda t: torch.where((t <= lo) & (lo > -math.inf) | (t >= hi) & (hi < math.inf), 0.0, t),
+        "leaky_relu": lambda t: torch.nn.functional.leaky_relu(t, lo),
+        "hardswish": torch.nn.functional.hardswish,
+        "silu": torch.nn.functional.silu,
+    }
+    (g,) = torch.autograd.grad(activate[name](at), at, grad.double())
+    s = invstd.double().view(channels)
+    centred = x.double() - mean.double().view(channels)
+    w = torch.ones_like(s) if weight is None else weight.double().view(channels)
+    count = x.numel() // x.shape[1]
+    sum_g, dot = g.sum(over, keepdim=True), (centred * g).sum(over, keepdim=True)
+    return (g - sum_g / count - centred * s * s * dot / count) * s * w, (dot * s).flatten(), sum_g.flatten()

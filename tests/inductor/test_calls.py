@@ -7,7 +7,7 @@ import random
 import pytest
 from random_programs import all_schedules, random_program
 
-from monet_like.inductor.partitioner import parameter_bytes, point_of_call, step_of_calls
+from monet_like.inductor.planned_graph import parameter_bytes, point_of_call, step_of_calls
 from monet_like.ir.program import Cost, Program
 from monet_like.ir.schedule import Schedule, kept_values
 from monet_like.ir.simulate import simulate

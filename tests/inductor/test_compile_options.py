@@ -25,8 +25,9 @@ from benchmarks.unrun_kernels import unrun_kernels
 from monet_like.cli.group import main
 from monet_like.errors import InfeasibleError, ScheduleFileError, UsageError
 from monet_like.inductor.emission import GROUP
-from monet_like.inductor.partitioner import PlannedGraph, PlannedPartitioner
+from monet_like.inductor.partitioner import PlannedPartitioner
 from monet_like.inductor.plan_file import read_plan
+from monet_like.inductor.planned_graph import PlannedGraph
 from monet_like.ir.simulate import simulate
 from monet_like.profile.measure import allocated_peak
 
@@ -244,7 +245,7 @@ def test_the_forward_can_make_what_only_the_backward_is_made_from() -> None:
     assert first and all(again.isdisjoint(task.reads) for task in first)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(rare=["chain-60%", "decoder-60%"])
 @pytest.mark.parametrize(("make", "budget"), [(chain, "60%"), (decoder, "60%"), (net, "60%")])
 def test_gradients_are_those_of_torch_compile_and_the_peak_is_the_predicted_one(
     make: Callable[[], tuple[nn.Module, torch.Tensor]], budget: str
@@ -303,7 +304,7 @@ def test_an_amount_is_for_all_graphs_of_a_model_and_a_percentage_for_each() -> N
     first, second = partitioner.graphs
     assert first.budget_bytes == amount - 5000 and second.budget_bytes == amount - 5000 - first.held_bytes
     assert first.held_bytes + second.peak_bytes <= amount - 5000
-    with pytest.raises(Exception, match=r"held by 1 graph\(s\) of this model that were compiled before"):
+    with pytest.raises(Exception, match=r"what 1 graph\(s\) of this model hold that were compiled before"):
         partitioned(model, first.held_bytes + 100_000)[0](x)
 
 

@@ -16,9 +16,9 @@ from torch._functorch.aot_autograd import make_boxed_func
 
 import monet_like
 from benchmarks.unrun_kernels import unrun_kernels
-from monet_like.inductor import emission, groups, partitioner, prices
+from monet_like.inductor import choice, emission, groups, prices
 from monet_like.inductor.emission import Run
-from monet_like.inductor.partitioner import PlannedGraph
+from monet_like.inductor.planned_graph import PlannedGraph
 from monet_like.models.decoders import Decoder, Shape
 from monet_like.replay.verify.steps import step_peak, train_step
 
@@ -304,7 +304,7 @@ def test_products_that_are_added_later_are_computed_where_they_stand(monkeypatch
     assert found > 1.1 * graph.peak_bytes
 
 
-@pytest.mark.slow(but=["rotations-65%"])
+@pytest.mark.slow(but=["rotations-65%"], rare=2)
 @pytest.mark.parametrize(
     ("make", "budget"),
     [
@@ -342,7 +342,7 @@ def test_a_scatter_that_inductor_calls_pytorch_for_is_planned_as_a_call(threads:
 def test_parts_of_a_concatenation_are_written_to_their_place_where_there_is_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kept, apart = partitioner.runs_of, list[int]()
+    kept, apart = choice.runs_of, list[int]()
 
     def over(room: int) -> int:
         """By how much a step needs more than its plan if kernels may use so much more."""
@@ -352,7 +352,7 @@ def test_parts_of_a_concatenation_are_written_to_their_place_where_there_is_room
             apart.append(sum(len(run.apart) for runs in made for run in runs))
             return made
 
-        monkeypatch.setattr(partitioner, "runs_of", roomy)
+        monkeypatch.setattr(choice, "runs_of", roomy)
         found, graph = peaks(*attention(), "100%", False)
         return found - graph.peak_bytes
 
@@ -372,7 +372,7 @@ def test_a_step_with_the_least_memory_needs_what_its_plan_says(monkeypatch: pyte
 
 
 def test_fusion_across_groups_needs_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = partitioner.runs_of
+    kept = choice.runs_of
 
     def together(*args: Any) -> tuple[list[Run], ...]:
         """All neighbouring generated kernels in one group, whatever they need."""
@@ -392,7 +392,7 @@ def test_fusion_across_groups_needs_more(monkeypatch: pytest.MonkeyPatch) -> Non
 
     assert abs(over()) <= SCALARS
     with monkeypatch.context() as patch:
-        patch.setattr(partitioner, "runs_of", together)
+        patch.setattr(choice, "runs_of", together)
         assert over() > SCALARS
     with monkeypatch.context() as patch:  # groups are kept in fusion, and lost in C++
         patch.setattr(groups, "_write_after", lambda ends: None)

@@ -15,7 +15,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 import monet_like
 from benchmarks.unrun_kernels import unrun_kernels
 from monet_like.inductor.in_place import settled
-from monet_like.inductor.partitioner import PlannedGraph
+from monet_like.inductor.planned_graph import PlannedGraph
 from monet_like.ir.schedule import Schedule
 from monet_like.ir.simulate import simulate
 from monet_like.replay.verify.steps import step_peak, train_step

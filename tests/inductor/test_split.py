@@ -14,7 +14,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 import monet_like
 from monet_like.capture.lower.step import capture
 from monet_like.inductor import joint, partitioner, prices, split
-from monet_like.inductor.partitioner import PlannedGraph
+from monet_like.inductor.planned_graph import PlannedGraph
 from monet_like.ir.program import Cost
 from monet_like.profile.devices import DEVICES
 from monet_like.profile.roofline import roofline

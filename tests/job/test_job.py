@@ -17,10 +17,10 @@ import torchvision
 from torch import nn
 
 import monet_like
+from monet_like.cli.problem import read_problem
 from monet_like.compiler import sources
 from monet_like.compiler.costs import measured_costs
-from monet_like.compiler.problem import read_problem
-from monet_like.errors import InfeasibleError, UsageError
+from monet_like.errors import InfeasibleError, SolverError, UsageError
 from monet_like.files import cache_folder
 from monet_like.ir.profile_file import Profile
 from monet_like.ir.schedule_file import ScheduleRecord
@@ -50,7 +50,7 @@ def job() -> Job:
 
 @pytest.fixture(scope="module")
 def plan(job: Job) -> SolvedPlan:
-    return job.plan("70%", gap=0.05, time_limit_seconds=5)
+    return job.plan("70%", gap=0.05, time_limit_seconds=300)
 
 
 def test_a_job_is_four_lines(job: Job) -> None:
@@ -118,10 +118,10 @@ def test_ten_percent_more_memory_saves_what_the_front_says() -> None:
     """Straight between budgets of 100 and 200: 110 lies a tenth of the way; and level beyond the last."""
     from types import SimpleNamespace
 
-    from monet_like.plan.budgets import Point, percent_per_tenth
+    from monet_like.plan.budgets import FrontPoint, percent_per_tenth
 
-    def point(budget: int, seconds: float | None) -> Point:
-        return Point(budget, None if seconds is None else SimpleNamespace(report=SimpleNamespace(seconds=seconds)))  # type: ignore[arg-type]
+    def point(budget: int, seconds: float | None) -> FrontPoint:
+        return FrontPoint(budget, None if seconds is None else SimpleNamespace(report=SimpleNamespace(seconds=seconds)))  # type: ignore[arg-type]
 
     found = percent_per_tenth([point(50, None), point(100, 10.0), point(200, 5.0), point(210, 4.0), point(220, 4.0)])
     assert found == (None, pytest.approx(5.0), pytest.approx(20.0), pytest.approx(0.0), None)
@@ -359,6 +359,19 @@ def test_a_share_of_plain_pytorch_below_one_task_is_refused_before_any_time_is_m
     assert asked == [False]
     assert job.plan("95%", strategy="heuristic").peak_bytes > 0
     assert asked == [False, True]
+
+
+@pytest.mark.parametrize("strategy", ["chen_sqrt", "chen_greedy", "griewank", "checkmate", "store_all", "torch_budget"])
+def test_the_budget_that_an_error_names_is_enough_for_the_strategy(strategy: str) -> None:
+    """A strategy that does not choose among all schedules needs more than the smallest of them."""
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.ReLU())))
+    job = monet_like.problem(model, torch.randn(256, 64), device="roofline:cpu", verbose=False)
+    measured = monet_like.problem(model, torch.randn(256, 64), verbose=False)
+    for one in (job, measured):  # the second refuses before any time is measured
+        with pytest.raises((InfeasibleError, SolverError)) as refused:
+            one.plan("10%", strategy=strategy)
+        enough = refused.value.smallest_bytes
+        assert enough is not None and one.plan(enough, strategy=strategy).peak_bytes <= enough
 
 
 def test_a_frame_written_and_read_is_the_same(plan: SolvedPlan, tmp_path: Path) -> None:

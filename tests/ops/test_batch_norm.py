@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_inputs import FLOATS, FULL, assert_bits, special, strides
+from kernel_inputs import FLOATS, FULL, assert_bits, exact_backward, special, strides
 from torch import Tensor
 
 import monet_like.ops
@@ -180,38 +180,6 @@ def test_batch_norm_in_parallel(impl: Any, shape: tuple[int, ...]) -> None:
 
 # Largest error allowed, as a fraction of the largest element of the exact result.
 BACKWARD_TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 2e-3}
-
-
-def exact_backward(
-    grad: Tensor,
-    x: Tensor,
-    y: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    invstd: Tensor,
-    activation: str = "clamp",
-    lo: float = 0.0,
-    hi: float = INF,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The formula in float64, activated at the given y."""
-    channels = (1, -1) + (1,) * (x.dim() - 2)
-    over = [d for d in range(x.dim()) if d != 1]
-    at = y.double().requires_grad_()
-    with torch.enable_grad():
-        activate = {
-            "clamp": lambda t: torch.where((t <= lo) | (t >= hi), 0.0, t),
-            "leaky_relu": lambda t: torch.nn.functional.leaky_relu(t, lo),
-            "hardswish": torch.nn.functional.hardswish,
-            "silu": torch.nn.functional.silu,
-        }
-        (g,) = torch.autograd.grad(activate[activation](at), at, grad.double())
-    centred = x.double() - mean.double().view(channels)
-    s = invstd.double().view(channels)
-    w = torch.ones_like(s) if weight is None else weight.double().view(channels)
-    count = x.numel() // x.shape[1]
-    sum_g, dot = g.sum(over, keepdim=True), (centred * g).sum(over, keepdim=True)
-    grad_input = (g - sum_g / count - centred * s * s * dot / count) * s * w
-    return grad_input, (dot * s).flatten(), sum_g.flatten()
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -90,12 +90,12 @@ def test_max_pool_backward_survives_corrupt_offsets() -> None:
 
 def test_max_pool_refuses_foreign_indices(impl: Any) -> None:
     indices = torch.zeros(1, 1, 4, 4, dtype=torch.int64)
-    with pytest.raises(ValueError, match="outside its window"):
+    with pytest.raises((ValueError, RuntimeError), match="outside its window"):
         impl("max_pool2d_offsets")(indices, [1, 1, 8, 8], [2, 2], [2, 2], [0, 0], [1, 1])
 
 
 def test_max_pool_refuses_windows_that_do_not_fit_a_byte(impl: Any) -> None:
-    with pytest.raises(ValueError, match="at most 256 cells"):
+    with pytest.raises((ValueError, RuntimeError), match="at most 256 cells"):
         impl("max_pool2d_with_offsets")(torch.zeros(1, 1, 20, 20), [17, 17], [1, 1], [0, 0], [1, 1], False)
 
 

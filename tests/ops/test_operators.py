@@ -131,41 +131,37 @@ def test_the_benchmark_has_a_row_for_every_operator(monkeypatch: pytest.MonkeyPa
     assert timed.names == set(operators()) - CUDNN  # these are for CUDA alone
 
 
-@pytest.mark.parametrize("name", list(operators()))
-def test_schema_is_the_same_in_cpp_and_python(name: str) -> None:
-    expected = torch._C.parse_schema(f"{NAMESPACE}::{name}{operators()[name].schema}")
-    assert str(getattr(registered, name).default._schema) == str(expected)
-
-
 def test_wrong_arguments_are_named() -> None:
     if not available("cpu"):
         pytest.skip(status())
     x, c = torch.randn(2, 3, 4, 4), torch.ones(3)
-    with pytest.raises(TypeError, match="pack_sign: x must be float32, float64, float16 or bfloat16, got Int"):
+    with pytest.raises(RuntimeError, match="pack_sign: x must be float32, float64, float16 or bfloat16, got Int"):
         registered.pack_sign(torch.zeros(3, dtype=torch.int32))
-    with pytest.raises(ValueError, match=r"a mask of 96 bits has shape \[12\] and is contiguous, got shape \[3\]"):
+    with pytest.raises(RuntimeError, match=r"a mask of 96 bits has shape \[12\] and is contiguous, got shape \[3\]"):
         registered.keep_where(x, torch.zeros(3, dtype=torch.uint8))
-    with pytest.raises(ValueError, match=r"weight must have shape \[3\], got \[4\]"):
+    with pytest.raises(RuntimeError, match=r"weight must have shape \[3\], got \[4\]"):
         registered.batch_norm_apply(x, torch.ones(4), None, c, c, None, "clamp", -math.inf, math.inf)
-    with pytest.raises(ValueError, match="activation must be clamp, leaky_relu, hardswish or silu, got gelu"):
+    with pytest.raises(RuntimeError, match="activation must be clamp, leaky_relu, hardswish or silu, got gelu"):
         registered.batch_norm_apply(x, c, c, c, c, None, "gelu", 0.0, 0.0)
-    with pytest.raises(ValueError, match=r"9 half bytes have shape \[5\] and are contiguous, got shape \[4\]"):
+    with pytest.raises(RuntimeError, match=r"9 half bytes have shape \[5\] and are contiguous, got shape \[4\]"):
         registered.unpack_nibbles(torch.zeros(4, dtype=torch.uint8), [9])
     with pytest.raises(
-        ValueError, match=r"the cache of such a tensor has shape \[10\] and is contiguous, got shape \[9\]"
+        RuntimeError, match=r"the cache of such a tensor has shape \[10\] and is contiguous, got shape \[9\]"
     ):
         registered.unpack_int8(torch.zeros(9, dtype=torch.uint8), [6], torch.float32)
-    with pytest.raises(ValueError, match="keep is of 16384 elements and between 1 and that, got 0"):
+    with pytest.raises(RuntimeError, match="keep is of 16384 elements and between 1 and that, got 0"):
         registered.pack_largest(x, 0)
-    with pytest.raises(ValueError, match=r"mm_largest: grad must have two dimensions, got shape \[2, 3, 4, 4\]"):
+    with pytest.raises(RuntimeError, match=r"mm_largest: grad must have two dimensions, got shape \[2, 3, 4, 4\]"):
         registered.mm_largest(x, torch.zeros(9, dtype=torch.uint8), 1, 4)
-    with pytest.raises(ValueError, match=r"rms_norm: weight must have shape \[4\] on cpu, got \[3\] on cpu"):
+    with pytest.raises(RuntimeError, match=r"rms_norm: weight must have shape \[4\] on cpu, got \[3\] on cpu"):
         registered.rms_norm(x, c, 1, 1e-6, False, torch.float32)
-    with pytest.raises(ValueError, match="rms_norm: dims is between 1 and those of x, 4, got 5"):
+    with pytest.raises(RuntimeError, match="rms_norm: dims is between 1 and those of x, 4, got 5"):
         registered.rms_norm(x, None, 5, 1e-6, False, torch.float32)
-    with pytest.raises(ValueError, match=r"rstd must be Float of shape \[2, 3, 4, 1\] on cpu, got Float \[3\] on cpu"):
+    with pytest.raises(
+        RuntimeError, match=r"rstd must be Float of shape \[2, 3, 4, 1\] on cpu, got Float \[3\] on cpu"
+    ):
         registered.rms_norm_apply(x, None, c, 1, False, torch.float32)
-    with pytest.raises(ValueError, match="this window does not turn"):
+    with pytest.raises(RuntimeError, match="this window does not turn"):
         registered.max_pool2d_offsets(
             torch.zeros(1, 1, 4, 4, dtype=torch.int64), [1, 1, 80, 80], [2, 2], [], [0, 0], [1, 1]
         )

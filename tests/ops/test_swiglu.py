@@ -56,15 +56,15 @@ def test_infinities_and_nan_are_pytorchs(impl: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("up", "error", "words"),
+    ("up", "words"),
     [
-        (torch.zeros(3), ValueError, r"swiglu: up must have gate's shape \[4\], got \[3\]"),
-        (torch.zeros(4, dtype=torch.float64), TypeError, "swiglu: up must be Float like gate, got Double"),
+        (torch.zeros(3), r"swiglu: up must have gate's shape \[4\], got \[3\]"),
+        (torch.zeros(4, dtype=torch.float64), "swiglu: up must be Float like gate, got Double"),
     ],
 )
-def test_other_tensors_are_refused(up: Tensor, error: type[Exception], words: str) -> None:
+def test_other_tensors_are_refused(up: Tensor, words: str) -> None:
     import monet_like.ops
 
     monet_like.ops.load()
-    with pytest.raises(error, match=words):
+    with pytest.raises(RuntimeError, match=words):
         torch.ops.monet_like.swiglu(torch.zeros(4), up)

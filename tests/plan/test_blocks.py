@@ -158,6 +158,19 @@ def test_the_first_points_of_a_menu_have_one_that_carries_little_and_peaks_low(
         assert best <= above(other.carried_bytes, simulate(program, schedule, costs).peak_bytes)
 
 
+def test_workspaces_may_be_larger_than_all_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of convolutions of small images are."""
+    monkeypatch.setattr(block_points, "CARRIED_SHARES", ())
+    program, costs = random_program(random.Random(0), 8)
+    values = sum(value.bytes for value in program.values)
+    large = {key: replace(cost, workspace_bytes=10 * values) for key, cost in costs.items()}
+    found = {
+        name: [p.schedule for p in menu(program, of, strategy="heuristic")]
+        for name, of in (("large", large), ("own", costs))
+    }
+    assert found["large"] and min(p.forward for p in found["large"]) == min(p.forward for p in found["own"])
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_what_fits_does_not_depend_on_measured_seconds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine measures other seconds; a menu's least bytes are the same."""

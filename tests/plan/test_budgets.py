@@ -13,7 +13,7 @@ from random_programs import best_seconds, random_program
 
 from monet_like.cli.group import main
 from monet_like.plan.bound.relaxation import block_program
-from monet_like.plan.budgets import pareto, seconds_per_gigabyte, smallest_budget
+from monet_like.plan.budgets import MOST_SIZE, largest_size, pareto, seconds_per_gigabyte, smallest_budget
 from monet_like.plan.ilp.formulation import Formulation
 from monet_like.solvers.matrix import Expr, total
 
@@ -154,3 +154,12 @@ def test_wrong_arguments_of_commands_are_refused(arguments: tuple[str, ...], wor
     result = CliRunner().invoke(main, [*arguments, *extra])
     assert result.exit_code == 2
     assert words in result.stderr
+
+
+def test_the_largest_size() -> None:
+    for most in (0, 1, 2, 7, 8, 100):
+        for begin in (1, 4, 9):
+            assert largest_size(lambda n, most=most: n <= most, begin) == most  # type: ignore[misc]
+        power = largest_size(lambda n, most=most: n <= most, powers=True)  # type: ignore[misc]
+        assert power <= most < 2 * power or most == power == 0
+    assert largest_size(lambda n: True, powers=True) == MOST_SIZE

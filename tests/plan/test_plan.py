@@ -21,7 +21,7 @@ from monet_like.errors import InfeasibleError, SolverError, UsageError
 from monet_like.ir.program import Cost, Program, Task
 from monet_like.ir.simulate import simulate
 from monet_like.plan import STRATEGIES, plan, store_all
-from monet_like.plan.ilp.formulation import Options
+from monet_like.plan.ilp.columns import Options
 from monet_like.plan.ilp.search import Search
 from monet_like.plan.local_search.searcher import smallest_known
 from monet_like.solvers import interface, processes
@@ -117,8 +117,8 @@ def test_values_that_break_rows_are_refused_whatever_the_status(monkeypatch: pyt
 
 
 def test_planning_without_an_incumbent_raises_solver_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    for search in ("find_start", "smallest_known"):
-        monkeypatch.setattr(f"monet_like.plan.ilp.search.{search}", lambda *_, **__: None)
+    for search in ("search.find_start", "search_state.smallest_known"):
+        monkeypatch.setattr(f"monet_like.plan.ilp.{search}", lambda *_, **__: None)
     program, costs = network(8)
     answers_with(monkeypatch, "kTimeLimit")
     with pytest.raises(SolverError, match=r"found no plan within .*\(no_incumbent\); allow more time or more memory"):

@@ -8,7 +8,8 @@ import random
 import pytest
 
 from monet_like.errors import InfeasibleError
-from monet_like.export.selection import Item, Region, StepOfRegions, choose, report_of
+from monet_like.export.checkpointed import Item, Region, StepOfRegions
+from monet_like.export.selection import choose, report_of
 from monet_like.ir.program import Cost, Program, Task, Value
 from monet_like.ir.schedule import Schedule
 from monet_like.ir.simulate import Report, simulate

@@ -160,7 +160,7 @@ def test_the_cache_keeps_profiles_and_plans_of_other_settings_apart() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             monet_like.auto_schedule(model, torch.randn(8, 64), memory_budget="120%", mode="normal", effort="full")
-        return len(list(cache_folder().glob("profile_*.json"))), len(list(cache_folder().glob("schedule_*.pkl")))
+        return len(list(cache_folder().glob("profile_*.json"))), len(list(cache_folder().glob("plan_*.json")))
 
     assert plan() == (1, 1)
     assert plan() == (1, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torchvision
 from torch import nn
 
 from monet_like.capture.lower.step import capture
@@ -38,3 +39,19 @@ def test_probabilities_and_indices_lie_where_operators_want_them() -> None:
             seen |= names
             assert all(int(t.min()) >= 0 and int(t.max()) < 7 for t in inputs if t.dtype == torch.int64)
     assert seen >= {"bernoulli", "poisson", "binary_cross_entropy", "embedding", "embedding_dense_backward"}
+
+
+class Pooling(nn.Module):
+    """Pools boxes of images; each box has its image's number in floating point, which no kernel checks."""
+
+    def forward(self, images: torch.Tensor, boxes: torch.Tensor) -> torch.Tensor:
+        return torchvision.ops.roi_align(images, boxes, 3)
+
+
+def test_operators_of_other_libraries_read_no_number_below_0_or_above_1() -> None:
+    captured = capture(Pooling(), (torch.randn(2, 3, 8, 8, requires_grad=True), torch.rand(40, 5)))
+    maker = Inputs(captured, CPU)
+    of_others = [task for task in captured.every_task() if any("roi_align" in call.op for call in task.calls)]
+    assert len(of_others) == 2  # of the forward and of the backward
+    for task in of_others:
+        assert all(float(t.min()) >= 0 and float(t.max()) < 1 for t in maker.of(task).values())

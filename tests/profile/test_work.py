@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -76,6 +77,7 @@ def test_operators_that_need_not_run_are_counted_as_if_they_did(
     found, seldom = work.works_of(first), len(ran)
     monkeypatch.setattr(observing, "_is_operator", lambda call: False)
     ran.clear()
+    monkeypatch.setattr(work, "_WORKS", weakref.WeakKeyDictionary())
     assert found == work.works_of(second)
     assert seldom < len(ran)
 
@@ -101,4 +103,24 @@ def test_operators_of_tiles_are_counted_as_if_each_ran(monkeypatch: pytest.Monke
         "__torch_dispatch__",
         lambda _, func, __, args=(), kwargs=None: func(*args, **(kwargs or {})),
     )
+    monkeypatch.setattr(work, "_WORKS", weakref.WeakKeyDictionary())
     assert found == work.works_of(second)
+
+
+def test_equal_tasks_of_programs_that_exist_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two blocks, of which one has inputs with a gradient; and one on larger inputs."""
+    model = _Tiles()
+    looks = [(4, False), (4, True), (8, True)]
+    examples = [((torch.randn(rows, 64, 16, requires_grad=grad),), {}) for rows, grad in looks]
+    first, second, larger = (captured_for(Request(model, x, "inplace_conv_multiway_newnode"), x) for x in examples)
+    counted, own = list[str](), work._work
+    monkeypatch.setattr(work, "_work", lambda captured, task: (counted.append(task.cost), own(captured, task))[1])
+    mine = work.works_of(first)
+    assert sorted(counted) == sorted(mine)
+    counted.clear()
+    found = work.works_of(second)
+    assert set(counted) == set(found) - set(mine) and len(counted) < len(found) / 2
+    monkeypatch.setattr(work, "_WORKS", weakref.WeakKeyDictionary())
+    assert work.works_of(second) == found
+    counted.clear()
+    assert len(work.works_of(larger)) == len(counted) + len(found.keys() & work.works_of(larger).keys())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -152,7 +155,7 @@ def test_progress_is_shown_while_files_are_compiled(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     source = tmp_path / "csrc"
-    for name in ("ops.cpp", "cpu/masks.cpp", "cpu/loops/masks.cpp", "plan/local_search.cpp", "arena/cpu.cpp"):
+    for name in ("cpu/masks.cpp", "cpu/loops/masks.cpp", "plan/local_search.cpp", "arena/cpu.cpp"):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_text("namespace {}\n")
     monkeypatch.setenv("MONET_LIKE_CUDA", "0")
@@ -175,3 +178,16 @@ def test_progress_is_shown_while_files_are_compiled(
     build.build(progress=True)
     lines = [line for line in capfd.readouterr().out.splitlines() if line.endswith(".o")]
     assert [line.split()[-1] for line in lines] == ["kernels-operators.o"]
+
+
+@pytest.mark.skipif(shutil.which("nm") is None, reason="nm lists what a library needs")
+@pytest.mark.parametrize("part", ["kernels", "kernels_cuda", "search"])
+def test_what_runs_in_every_torch_needs_no_cpp_function_of_it(part: str) -> None:
+    """But those of its stable ABI, which are C functions."""
+    library = build.library_path(part)
+    if not library.exists():
+        pytest.skip("not compiled")
+    listed = subprocess.run(["nm", "-D", "--undefined-only", str(library)], capture_output=True, text=True, check=True)
+    needed = [line.split()[-1] for line in listed.stdout.splitlines()]
+    assert any(name.startswith("torch_") for name in needed) == (part != "search")
+    assert not [name for name in needed if re.match(r"_ZN?K?(2at|3c10|5torch|5caffe)", name)]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -129,15 +130,34 @@ def test_two_processes_train(tmp_path: Path, image_folder: Path) -> None:
         ["fsdp2.py", "--steps", "4"],
         ["lora_blocks.py", "--steps", "4"],
         ["pipeline.py", "--steps", "4"],
+        ["tensor_parallel.py", "--steps", "4"],
         plain,
         [*plain, "--solution_file", schedule],
     ]
     printed = scripts_together(tmp_path, [(f"{ROOT}/examples/{name}", *words) for name, *words in runs], few_blocks)
     *trained, wanted, found = map(printed_losses, printed)
-    for (name, *_), losses, steps in zip(runs, trained, (5, 4, 4, 4), strict=False):
+    for (name, *_), losses, steps in zip(runs, trained, (5, 4, 4, 4, 4), strict=False):
         assert len(losses) == steps and losses[-1] < losses[0], (name, losses)
     assert (tmp_path / "schedule.pkl").exists()
     assert found and found == wanted
+
+
+def without_its_compiler() -> None:
+    """As `few_blocks`; and DeepSpeed sends by gloo alone, or else it compiles kernels for minutes."""
+    from deepspeed import ops
+
+    few_blocks()
+    ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed: pip install deepspeed")
+def test_two_processes_train_by_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    script = f"{ROOT}/examples/deepspeed_zero.py", "--steps", "4"
+    (printed,) = scripts_together(tmp_path, [script], without_its_compiler)
+    found = printed_losses(printed)
+    assert len(found) == 4 and found[-1] < found[0]
 
 
 def executed(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: object) -> list[Any]:
@@ -174,6 +194,8 @@ def test_notebook_on_granularity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         output.text for output in outputs if output.get("name") == "stderr"
     ]  # by auto_schedule, which a notebook sees
     assert len(told) == 4 and all("(predicted)" in line for line in told)
+    bars = [output.data["text/plain"] for output in outputs if output.output_type == "display_data"]
+    assert bars == [""] * 4  # each has ended, without a word about ipywidgets
     assert all("gradients equal" in line for line in lines)
 
 

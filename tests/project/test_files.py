@@ -395,6 +395,7 @@ OPTIONAL = {
     "cublas_bytes",
     "optimizer_in_backward",
     "attention",
+    "run_bytes",
 }  # the first is three; without the others files are from before
 FIELDS = ("forward", "again", "ways", "inputs", *(f.name for f in fields(ScheduleRecord) if f.name not in OPTIONAL))
 
@@ -444,6 +445,7 @@ def test_a_missing_field(tmp_path: Path, name: str) -> None:
         ("plain_peak_bytes", None),
         ("optimizer_bytes", True),
         ("cublas_bytes", -1),
+        ("run_bytes", [1.5]),
         ("seconds", "1.0"),
         ("seconds", True),
         ("plain_seconds", None),

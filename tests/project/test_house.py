@@ -1,4 +1,4 @@
-"""The order of the packages: no circle of imports, none against the arrow, no torch in what only plans."""
+"""The order of the packages: no circle of imports, none against the arrow, no torch in what plans; and no long file."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ from scripts import house
 
 #: Imported by a machine that plans, and by the process that solves: neither torch nor what needs it.
 WITHOUT_TORCH = ("ir", "solvers", "plan")
+MOST_LINES = 400
 
 
 def faults(root: Path) -> list[str]:
-    """What is wrong with the imports of the package in ``root``, in words."""
+    """What is wrong with the imports of the package in ``root``, or with a file's length, in words."""
     graph, files = house.arrows(root), house.modules(root)
     found = [f"circle: {', '.join(circle)}" for circle in house.circles(graph)]
     found += [f"{one} imports {other}" for one, other in house.upward(graph)]
     for name, path in files.items():
         if house.box(name) in WITHOUT_TORCH and "torch" in house.libraries(path):
             found.append(f"{name} imports torch")
+        if (count := len(path.read_text().splitlines())) > MOST_LINES:
+            found.append(f"{name} has {count} lines")
     return found
 
 
-def test_imports_follow_the_arrow() -> None:
+def test_imports_follow_the_arrow_and_files_are_short() -> None:
     assert faults(house.ROOT) == []
 
 
@@ -42,9 +45,10 @@ def test_the_order_names_every_box() -> None:
         ("capture/captured.py", "from .lower.step import capture", "circle: capture.captured"),
         ("plan/analysis.py", "import torch", "plan.analysis imports torch"),
         ("solvers/worker.py", "from torch.utils import data", "solvers.worker imports torch"),
+        ("ir/units.py", "\n" * MOST_LINES, "ir.units has "),
     ],
 )  # fmt: skip
-def test_a_planted_import_is_found(tmp_path: Path, module: str, line: str, fault: str) -> None:
+def test_a_planted_fault_is_found(tmp_path: Path, module: str, line: str, fault: str) -> None:
     shutil.copytree(
         house.ROOT / house.PACKAGE, tmp_path / house.PACKAGE, ignore=lambda _, names: [n for n in names if n == "lib"]
     )

@@ -15,10 +15,12 @@ common, *modules = sys.argv[1:]
 if common:
     __import__(common)
     if not os.fork():
-        import monet_like, types
+        import monet_like, random, types
+        before = random.getstate()
         hidden = [name for name in dir(monet_like) if isinstance(getattr(monet_like, name), types.ModuleType)]
         print("public", *dir(monet_like), flush=True)
         print("hidden", *hidden, flush=True)
+        print("drawn", *(["python"] if random.getstate() != before else []), flush=True)
         os._exit(0)
     assert os.wait()[1] == 0, "public names"
 for module in modules:
@@ -33,7 +35,8 @@ for module in modules:
 def printed(modules: Sequence[str], common: str = "") -> dict[str, list[str]]:
     """All modules that are there after importing each of ``modules``, with ``common`` before it and nothing else.
 
-    With ``common`` also the ``public`` names of the package, and the ``hidden`` ones, which are modules.
+    With ``common`` also the ``public`` names of the package, the ``hidden`` ones, which are modules, and the random
+    generators that are ``drawn`` from meanwhile.
     """
     command = [sys.executable, "-c", _CODE, common, *modules]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -87,6 +90,11 @@ def test_training_and_profiling_need_no_solver(after_torch: dict[str, list[str]]
 
 def test_the_package_itself_imports_nothing_heavy() -> None:
     assert unwanted_in(imported_by(["monet_like"]), {"torch", "cvxpy", "numpy"}) == {}
+
+
+def test_imports_draw_no_random_numbers(after_torch: dict[str, list[str]]) -> None:
+    """A seed that stands between ``import monet_like`` and the first use of one of its names is kept."""
+    assert not after_torch["drawn"]
 
 
 def test_dir_shows_the_public_names_and_each_is_there(after_torch: dict[str, list[str]]) -> None:

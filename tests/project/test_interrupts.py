@@ -38,7 +38,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a sh
 import torch, highspy
 import monet_like.cli.solve, monet_like.solvers.processes, monet_like.plan.ilp.search, monet_like.profile.profiler
 import monet_like.capture.lower.step
-import monet_like.compiler.pipeline, monet_like.compiler.problem, monet_like.files
+import monet_like.compiler.pipeline, monet_like.cli.problem, monet_like.files
 from monet_like import __main__ as entry
 sys.argv = ["solve.py", *sys.argv[2:]]
 
@@ -84,7 +84,7 @@ def once_planned(owner, name):
     before(owner, name)
 
 MOMENTS = {
-    "the arguments": lambda: before(monet_like.compiler.problem, "build_model"),
+    "the arguments": lambda: before(monet_like.cli.problem, "build_model"),
     "capture": lambda: before(monet_like.compiler.pipeline, "captured_for"),
     "measuring": lambda: before(monet_like.profile.profiler, "allocated_peak"),
     "a finaliser": lambda: in_a_finaliser(monet_like.profile.profiler, "allocated_peak"),

@@ -15,6 +15,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from monet_like import auto_schedule
+from monet_like.auto.block import blocks_of
+from monet_like.capture.lower.step import capture
 from monet_like.errors import CaptureError
 
 pytestmark = pytest.mark.slow
@@ -143,7 +145,8 @@ def test_neural_differential_equations(method: str, captures: int | None) -> Non
             self.field = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 3))
 
         def forward(self, y: torch.Tensor) -> torch.Tensor:
-            return torchdiffeq.odeint(lambda t, y: self.field(y), y, torch.linspace(0, 1, 4), method=method)
+            times, loose = torch.linspace(0, 1, 3), {"rtol": 1e-2, "atol": 1e-3}  # a few steps
+            return torchdiffeq.odeint(lambda t, y: self.field(y), y, times, method=method, **loose)
 
     trains(Flow, lambda net, k: net(torch.randn(5, 3)).square().mean(), captures)
 
@@ -203,23 +206,29 @@ def private() -> nn.Module:
     return adapted
 
 
+_SPIKES = r"forward assigns spikes\.mem, .* plan the parts that do not assign it: "
+_SAMPLES = r"sets self\._module\.\d\.\w+\.\w+ in the backward, .* plan the parts without it: "
+
+
 @pytest.mark.parametrize(
-    ("make", "refused", "parts"),
+    ("make", "refused", "parts", "found"),
     [
-        (spiking, r"forward assigns spikes\.mem, .* plan the parts that do not assign it: ", ["first", "second"]),
-        (private, r"sets self\._module\.\d\.\w+\.\w+ in the backward, .* plan the parts without it: ", ["_module.1"]),
+        (spiking, _SPIKES, ["first", "second"], False),
+        (private, _SAMPLES, ["_module.1"], False),
+        (private, _SAMPLES, ["_module.1"], True),
     ],
 )
 def test_the_parts_beside_layers_that_cannot_be_planned_train(
-    make: Callable[[], nn.Module], refused: str, parts: list[str]
+    make: Callable[[], nn.Module], refused: str, parts: list[str], found: bool
 ) -> None:
-    """The advice of the refusal, which comes before the first step, can be followed."""
+    """The advice of the refusal can be followed, and `auto_schedule` itself follows it where parts have several
+    operators."""
     torch.manual_seed(0)
     model = make()
     torch.manual_seed(0)
     plain, x = make(), torch.randn(8, 16)
     with pytest.raises(CaptureError, match=refused + r"auto_schedule\(model, blocks=\[\.\.\.\]\)"):
-        auto_schedule(model, x, memory_budget="150%", effort="quick")
+        capture(model, (x,))
     assert not any(
         "grad_sample" in vars(parameter) and parameter.grad_sample is not None for parameter in model.parameters()
     )
@@ -228,15 +237,16 @@ def test_the_parts_beside_layers_that_cannot_be_planned_train(
         memory_budget="150%",
         mode="inplace_multiway_newnode",
         effort="quick",
-        blocks=[model.get_submodule(name) for name in parts],
+        blocks=None if found else [model.get_submodule(name) for name in parts],
     )
     for number in range(3):
-        given, found = torch.randn(8, 16), []
+        given, results = torch.randn(8, 16), []
         for net in (plain, mine):
             net.zero_grad()
             torch.manual_seed(number)
             loss = net(given).square().mean()
             loss.backward()
-            found.append([loss.detach(), *[(p.grad, getattr(p, "grad_sample", None)) for p in net.parameters()]])
-        for ours, theirs in zip(pytree.tree_leaves(found[1]), pytree.tree_leaves(found[0]), strict=True):
+            results.append([loss.detach(), *[(p.grad, getattr(p, "grad_sample", None)) for p in net.parameters()]])
+        for ours, theirs in zip(pytree.tree_leaves(results[1]), pytree.tree_leaves(results[0]), strict=True):
             assert torch.equal(ours, theirs) if isinstance(theirs, torch.Tensor) else ours is theirs
+    assert [block._block_name for block in blocks_of(mine)] == parts

@@ -28,9 +28,13 @@ from torch import nn
 from training import run, twin
 
 import monet_like
+from monet_like.auto import kept_plans
 from monet_like.capture.lower.step import capture
 from monet_like.cli.group import main
+from monet_like.export import decisions, policy_file, remat
 from monet_like.files import cache_folder
+from monet_like.inductor import plan_file
+from monet_like.ir import profile_file, schedule_file
 from monet_like.ir.plain_pickle import load_plain
 from monet_like.ir.profile_file import Profile
 from monet_like.ir.program import Cost
@@ -43,6 +47,7 @@ from monet_like.plan.subprogram import plain_operators
 from monet_like.testing import check_variant
 from monet_like.variants import admitted, unregister_variant
 from monet_like.variants.plugins import names
+from monet_like.zoo import model_file, registry
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -110,7 +115,7 @@ def test_plans_in_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         with contextlib.redirect_stdout(io.StringIO()) as output:
             exec(body, space)
         printed = output.getvalue()
-    assert compared == 6 and (tmp_path / "s.html").exists()
+    assert compared == 7 and (tmp_path / "s.html").exists()
 
 
 def typed(words: list[str]) -> str:
@@ -131,6 +136,14 @@ def described(heading: str, fields: set[str]) -> None:
     section = (DOCS / "file_formats.md").read_text().partition(f"## {heading}\n")[2].partition("\n## ")[0]
     rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == fields
+
+
+def test_versions_of_files() -> None:
+    """Each version that the page of file formats names is the one that is written."""
+    page = (DOCS / "file_formats.md").read_text()
+    rows = re.findall(r"^\| `format`.*?`(monet_like [a-z ]+)`, (\d+)", page, re.M)
+    written = (decisions, kept_plans, model_file, plan_file, policy_file, profile_file, registry, remat, schedule_file)
+    assert {form: int(version) for form, version in rows} == {module.FORMAT: module.VERSION for module in written}
 
 
 # Adding a variant ---------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from processes import in_processes
 from torch import nn
 
 import monet_like
+from monet_like.auto.kept_plans import KeptPlan
 from monet_like.compiler import sources
 from monet_like.errors import UsageError
 from monet_like.files import check_writable, write_atomically
@@ -158,12 +159,13 @@ def test_a_damaged_profile_in_the_cache_is_measured_anew(tmp_path: Path, monkeyp
     step(monet_like.auto_schedule(chain(), memory_budget="1 GB", time_limit_seconds=2.0))
     (store,) = tmp_path.glob("profile_*.json")
     store.write_text("{")
-    for kept in tmp_path.glob("schedule_*.pkl"):
+    for kept in tmp_path.glob("plan_*.json"):
         kept.write_bytes(b"no schedule")
-    step(monet_like.auto_schedule(chain(), memory_budget="1 GB", time_limit_seconds=2.0))
+    with pytest.warns(UserWarning, match=r"Sequential is planned anew: .*plan_.* is no whole plan: no JSON"):
+        step(monet_like.auto_schedule(chain(), memory_budget="1 GB", time_limit_seconds=2.0))
     assert Profile.load(store).costs
-    (kept,) = tmp_path.glob("schedule_*.pkl")
-    ScheduleRecord.load(kept)
+    (kept,) = tmp_path.glob("plan_*.json")
+    KeptPlan.load(kept)
 
 
 def _plan(rank: int, folder: Path) -> None:
@@ -188,10 +190,10 @@ def test_processes_that_plan_the_same(tmp_path: Path, monkeypatch: pytest.Monkey
     in_processes(_plan, tmp_path, processes=4, within_seconds=300.0)
     first, second = (float((tmp_path / f"gradients_{rank}").read_text()) for rank in range(2))
     assert first == pytest.approx(second, rel=1e-4)  # each has measured, and may take other variants
-    (kept,) = (tmp_path / "cache").glob("schedule_*.pkl")
-    for path in (kept, tmp_path / "mine.pkl"):
-        ScheduleRecord.load(path)
-    profiles = [*(tmp_path / "cache").glob("*.json")]
+    (kept,) = (tmp_path / "cache").glob("plan_*.json")
+    KeptPlan.load(kept)
+    ScheduleRecord.load(tmp_path / "mine.pkl")
+    profiles = [*(tmp_path / "cache").glob("profile_*.json")]
     assert len(profiles) == 1  # one store for all
     for path in profiles:
         assert Profile.load(path).costs

@@ -22,13 +22,21 @@ def test_but(x): ...
 @pytest.mark.slow(every=3)
 @pytest.mark.parametrize("x", range(7))
 def test_every(x): ...
+@pytest.mark.slow(but=["one"], rare=["two"])
+@pytest.mark.parametrize("x", ["one", "two", "three"])
+def test_named(x): ...
+@pytest.mark.slow(rare=2)
+@pytest.mark.parametrize("x", range(3))
+def test_second(x): ...
+@pytest.mark.slow(rare=1)
+def test_rare(): ...
 def test_quick(): ...
 """
 
 #: Each call prints the collected tests, then the line "end".
 CALLS = """
 import pytest
-for arguments in (["test_it.py"], ["test_it.py", "--all"], ["test_it.py", "-m", "slow"], ["test_it.py::test_slow"]):
+for arguments in (["test_it.py"], ["test_it.py", "--all"], ["test_it.py", "-m", "slow"], ["test_it.py::test_rare"]):
     pytest.main(["-n0", "--co", "-p", "no:cacheprovider", "--strict-markers", *arguments])
     print("end")
 """
@@ -45,10 +53,12 @@ def test_slow_tests_run_where_they_are_asked_for(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", CALLS], cwd=tmp_path, capture_output=True, text=True)
     outputs = done.stdout.split("end\n")[:4]
     found = [sorted(line.split("::")[1] for line in o.splitlines() if line.startswith("test_it.py::")) for o in outputs]
-    quick = ["test_but[two]", "test_every[0]", "test_every[3]", "test_every[6]", "test_quick"]
-    slow = ["test_but[one]", "test_every[1]", "test_every[2]", "test_every[4]", "test_every[5]", "test_slow"]
-    assert found == [quick, sorted(quick + slow), slow, ["test_slow"]], done.stderr[-2000:]
-    assert ["left out" in output for output in outputs] == [True, False, False, False]
+    quick = ["test_but[two]", "test_every[0]", "test_every[3]", "test_every[6]", "test_named[one]", "test_quick"]
+    slow = ["test_but[one]", "test_every[1]", "test_every[2]", "test_every[4]", "test_every[5]", "test_named[three]"]
+    slow += ["test_second[0]", "test_second[2]", "test_slow"]
+    rare = ["test_named[two]", "test_rare", "test_second[1]"]
+    assert found == [quick, sorted(quick + slow + rare), slow, ["test_rare"]], done.stderr[-2000:]
+    assert ["left out" in output for output in outputs] == [True, False, True, False]
 
 
 @pytest.mark.slow(full=True)

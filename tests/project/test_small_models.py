@@ -265,7 +265,7 @@ def _with_forward(wrapped: nn.Module, other: Callable[..., Any]) -> nn.Module:
     return wrapped
 
 
-@pytest.mark.slow
+@pytest.mark.slow(rare=2)
 @pytest.mark.parametrize(
     ("change", "told", "left"),
     [

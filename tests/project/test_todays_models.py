@@ -206,7 +206,7 @@ def _trained(model: nn.Module, row: Row) -> list[torch.Tensor | None]:
 SET_IN_FIRST_FORWARD = {"Swin", "LLaVA"}
 
 
-@pytest.mark.slow
+@pytest.mark.slow(rare=2)
 @pytest.mark.parametrize("name", ROWS)
 def test_a_model_is_trained_exactly(name: str) -> None:
     row = ROWS[name]

@@ -1,5 +1,5 @@
 """TRL's trainers by their own defaults, with a memory budget: batches grow, and weights and logs are plain PyTorch's to
-the bit.
+the bit, or to rounding where the logits are computed in parts, which takes less memory.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+import monet_like
 from monet_like.integrations.huggingface import MemoryBudget
+from monet_like.profile.measure import allocated_peak
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -89,6 +91,12 @@ def causal() -> Any:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
 
 
+def wide(monkeypatch: pytest.MonkeyPatch, words: int = 8192) -> None:
+    """Let models have a vocabulary that outweighs them, whose logits are one tile of TRL's, as 32 thousand are."""
+    monkeypatch.setitem(SIZES, "vocab_size", words)
+    monkeypatch.setattr("trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE", words)
+
+
 def sft(folder: Path) -> Any:
     config = trl.SFTConfig(**settings(folder, max_length=64))
     return trl.SFTTrainer(causal(), args=config, train_dataset=rows("text"), processing_class=letters())
@@ -112,8 +120,9 @@ def reward(folder: Path) -> Any:
 
 
 def grpo(folder: Path) -> Any:
-    def vowels(completions: list[str], **_: Any) -> list[float]:
-        return [completion.count("a") + completion.count("e") + 0.01 * len(completion) for completion in completions]
+    def vowels(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        spelt = [completion.count("a") + completion.count("e") + 0.01 * len(completion) for completion in completions]
+        return [one + 0.1 * (sum(ids) % 13) for one, ids in zip(spelt, completion_ids, strict=True)]
 
     config = trl.GRPOConfig(**settings(folder, num_generations=4, max_completion_length=12, temperature=1.0))
     return trl.GRPOTrainer(
@@ -141,6 +150,7 @@ def trained(make: Callable[[Path], Any], folder: Path, blocks: bool | None) -> t
     return trainer.model.state_dict(), log, budget
 
 
+@pytest.mark.slow(rare=["dpo"])
 @pytest.mark.parametrize("make", [sft, dpo, reward, grpo])
 def test_trainers_are_plain(make: Callable[[Path], Any], tmp_path: Path) -> None:
     weights, log, _ = trained(make, tmp_path, None)
@@ -149,3 +159,90 @@ def test_trainers_are_plain(make: Callable[[Path], Any], tmp_path: Path) -> None
         assert budget is not None
         torch.testing.assert_close(ours, weights, rtol=0, atol=0)
         assert our_log == log
+
+
+def measured(trainer: Any, budget: MemoryBudget | None) -> tuple[list[int], Any, list[dict[str, Any]]]:
+    """The peaks of training steps, what was allocated before not counted; weights and log at the end."""
+    own, peaks = trainer.training_step, list[int]()
+
+    def training_step(*args: Any, **kwargs: Any) -> Any:
+        made = list[Any]()
+        if budget is not None and not peaks:
+            peaks.append(0)  # plans
+            return own(*args, **kwargs)
+        peaks.append(allocated_peak(lambda: made.append(own(*args, **kwargs)), torch.device("cpu")))
+        return made[0]
+
+    trainer.training_step = training_step
+    if budget is not None:
+        trainer.add_callback(budget)
+    transformers.set_seed(5)
+    trainer.train()
+    return peaks[1:], trainer.model.state_dict(), trainer.state.log_history
+
+
+@pytest.mark.parametrize("make", [dpo, grpo])
+def test_logits_in_parts_take_less_memory(
+    make: Callable[[Path], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide(monkeypatch)
+    peaks, weights, log = measured(make(tmp_path), None)
+    budget = MemoryBudget("50%", effort="quick")
+    ours, others, our_log = measured(make(tmp_path), budget)
+    assert len(ours) == len(peaks) == 2
+    assert max(ours) < 0.6 * max(peaks)
+    for name, weight in weights.items():
+        torch.testing.assert_close(others[name], weight, rtol=0, atol=2e-5)  # 2 % of a step of Adam
+    losses, our_losses = ([entry["loss"] for entry in each if "loss" in entry] for each in (log, our_log))
+    assert len(losses) == 3
+    torch.testing.assert_close(our_losses, losses, rtol=0, atol=1e-4)  # as the log rounds
+
+
+class Policy(torch.nn.Module):
+    """The manual's module for loops of one's own."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.model(input_ids=input_ids, attention_mask=attention_mask).logits[:, :-1]
+        log_probs = logits.float().log_softmax(-1)
+        chosen = log_probs.gather(-1, input_ids[:, 1:].unsqueeze(-1)).squeeze(-1)
+        return chosen, -(log_probs.exp() * log_probs).sum(-1)
+
+
+def test_log_probabilities_in_a_loop_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GRPO's loss with clipped ratios, a reference and an entropy bonus, outside of the model."""
+    wide(monkeypatch)
+    inputs = torch.randint(3, 8192, (8, 64)), torch.ones(8, 64, dtype=torch.long)
+    rewards, old = torch.randn(8, 1), torch.randn(8, 63) * 0.1 - 9
+
+    def steps(policy: torch.nn.Module) -> tuple[list[int], list[torch.Tensor]]:
+        optimizer, peaks, losses = torch.optim.SGD(policy.parameters(), lr=0.1), list[int](), list[torch.Tensor]()
+
+        def step() -> None:
+            chosen, entropy = policy(*inputs)
+            ratio = (chosen - old).exp()
+            gain = torch.min(ratio * rewards, ratio.clamp(0.8, 1.2) * rewards)
+            divergence = (old - chosen).exp() - (old - chosen) - 1
+            loss = -(gain - 0.04 * divergence + 0.01 * entropy).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            losses.append(loss.detach())
+
+        step()
+        for _ in range(3):
+            peaks.append(allocated_peak(step, torch.device("cpu")))
+            optimizer.step()
+        return peaks, [*losses, *(p.detach() for p in policy.parameters())]
+
+    (peaks, plain), (ours, others) = (
+        steps(policy)
+        for policy in (
+            Policy(causal()),
+            monet_like.auto_schedule(Policy(causal()), memory_budget="50%", effort="quick"),
+        )
+    )
+    assert max(ours) < 0.6 * max(peaks)
+    torch.testing.assert_close(others, plain, rtol=1e-5, atol=1e-6)

@@ -4,8 +4,12 @@ surroundings.
 
 from __future__ import annotations
 
+import copy
 import functools
+import threading
+import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,6 +21,7 @@ from torch.autograd import forward_ad
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from monet_like.errors import CaptureError, UsageError
 
@@ -102,6 +107,53 @@ def test_inputs_that_are_one_tensor() -> None:
         note(x.grad, y.grad, z.grad)
 
     assert_as_plain(Attends, script, captures=2)
+
+
+class Remembers(nn.Module):
+    """Computes otherwise where it is given the tensor of the last call again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+        self.last: torch.Tensor | None = None
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        again, self.last = self.last is inputs[-1], inputs[-1]
+        return self.layer(self.last if again else 2 * inputs[0]) * inputs[0]
+
+
+def test_an_input_that_the_model_holds_is_one_with_it() -> None:
+    def script(called: nn.Module, model: nn.Module, note: Callable[..., None]) -> None:
+        x, y, z = (rows().mul(k).requires_grad_() for k in (1, 2, 3))
+        for inputs in ((x, x, y), (y, y, x), (z, z, x), (y, y, x), (x, x, z), (x, x, z)):
+            note(step(called, *inputs), model.last is inputs[-1])
+        note(x.grad, y.grad, z.grad)
+
+    assert_as_plain(Remembers, script, captures=3)
+
+
+WEAKLY: weakref.WeakKeyDictionary[nn.Module, torch.Tensor] = weakref.WeakKeyDictionary()
+OF_THREAD = threading.local()
+
+
+def test_what_weak_dicts_and_threads_hold_is_followed() -> None:
+    def forward(net: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if layer not in WEAKLY:
+            WEAKLY[layer] = torch.arange(8.0)
+        OF_THREAD.last = layer(x * WEAKLY[layer] * OF_THREAD.scale).detach()
+        return layer(x) * OF_THREAD.last
+
+    def script(called: nn.Module, model: nn.Module, note: Callable[..., None]) -> None:
+        WEAKLY.clear()
+        OF_THREAD.scale = 1.0
+        model.eval()(rows())
+        model.train()
+        for scale in (1.0, 1.0, 2.0, 1.0):
+            OF_THREAD.scale = scale
+            WEAKLY.update({layer: weight * scale for layer, weight in WEAKLY.items()})
+            note(step(called, rows() * scale), *WEAKLY.values(), OF_THREAD.last)
+
+    assert_as_plain(lambda: Net(forward, linear()), script, captures=4)
 
 
 def test_zeros_of_both_signs_are_two_arguments() -> None:
@@ -244,6 +296,11 @@ def test_cached_parametrizations_are_refused(first: bool) -> None:
     assert called.captures == 1
 
 
+def with_writes(model: nn.Module, x: torch.Tensor) -> None:
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        model(x)
+
+
 def with_tangent(model: nn.Module, x: torch.Tensor) -> None:
     with forward_ad.dual_level():
         model(forward_ad.make_dual(x, x))
@@ -255,6 +312,7 @@ def with_tangent(model: nn.Module, x: torch.Tensor) -> None:
         (lambda model, x: torch.func.jvp(model, (x,), (x,)), "under a transform of torch.func"),
         (lambda model, x: torch.func.vmap(model)(x[None]), "under a transform of torch.func"),
         (lambda model, x: torch.func.grad(lambda x: model(x).sum())(x), "under a transform of torch.func"),
+        (with_writes, r"inside torch\.autograd\.graph\.allow_mutation_on_saved_tensors\(\)"),
         (with_tangent, "with tangents of forward-mode derivatives"),
     ],
 )
@@ -265,3 +323,16 @@ def test_more_than_a_backward_is_refused(call: Callable[..., Any], said: str) ->
         assert torch.equal(called(rows()), plain)  # no tangents
     with pytest.raises(UsageError, match=f"Linear was called {said}.* call the model that the schedule wraps"):
         call(called, rows())
+
+
+def test_a_backward_where_saved_tensors_may_be_changed() -> None:
+    """PyTorch then looks at every write, also at those of operators whose ``out`` has another name."""
+    layer = nn.Sequential(*(part for _ in range(6) for part in (linear(), nn.ReLU())))
+    called = AnySchedule(copy.deepcopy(layer))
+    counter = FlopCounterMode(display=False)
+    for model, counted in ((layer, nullcontext()), (called, counter)):
+        result = model(rows()).sum()
+        with torch.autograd.graph.allow_mutation_on_saved_tensors(), counted:
+            result.backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(layer.parameters(), called.parameters(), strict=True))
+    assert counter.get_total_flops() and not torch._C._len_torch_dispatch_stack()

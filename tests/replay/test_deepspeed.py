@@ -39,6 +39,7 @@ def engine_of(model: nn.Module, stage: int, rank: int) -> Any:
     os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK=str(rank))
     import deepspeed
 
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # by gloo; it would compile kernels for minutes
     config = {
         "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": stage},
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}, "gradient_clipping": 1.0,

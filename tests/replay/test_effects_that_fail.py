@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import ctypes
 import queue
 import socket
 import threading
@@ -113,6 +114,27 @@ NEVER: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
 }
 
 
+class Overlapping(nn.Module):
+    """Changes an array before operators read a tensor that has its memory, or a copy of it."""
+
+    def __init__(self, own: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.array = nn.Linear(8, 8), np.zeros((3, 8), np.float32)
+        self.tensor = own(torch.from_numpy(self.array))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.array[1:] = 2
+        out: torch.Tensor = self.first(x) * self.tensor
+        return out
+
+
+@pytest.mark.parametrize("own", [lambda t: t[1], lambda t: nn.Buffer(t[1]), lambda t: torch.from_numpy(t.numpy()[1])])
+def test_an_array_with_the_memory_of_a_tensor_is_refused(own: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    with pytest.raises(CaptureError, match=r"sets self.array, an array whose memory a tensor of the model has"):
+        capture(Overlapping(own), (batch(),))
+    capture(Overlapping(lambda tensor: tensor[1].clone()), (batch(),))
+
+
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 @pytest.mark.parametrize("name", NEVER)
 def test_what_no_call_can_set_again_is_refused_by_name(name: str) -> None:
@@ -147,8 +169,21 @@ class Falls(AnySchedule):
     _on_new_input = "plan"
 
 
-#: Whether something is impossible now: where no guard looks.
-SWITCH: Any = threading.local()
+class Switch:
+    """Whether something is impossible now: where no guard looks."""
+
+    _held = ctypes.c_bool()
+
+    @property
+    def on(self) -> bool:
+        return self._held.value
+
+    @on.setter
+    def on(self, on: bool) -> None:
+        self._held.value = on
+
+
+SWITCH = Switch()
 
 
 class Fixed(type):

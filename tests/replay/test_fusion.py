@@ -125,7 +125,7 @@ def planned() -> tuple[nn.Module, torch.Tensor, Captured, Schedule, int]:
     return model, x, captured, schedule, simulate(captured.program, schedule, costs).peak_bytes
 
 
-@pytest.mark.slow
+@pytest.mark.slow(rare=1)
 def test_reruns_run_again_and_the_measured_peak_is_within_the_predicted_one(planned: tuple) -> None:
     model, x, captured, schedule, peak = planned
     plain = run(twin(model), (x,), {}, measured=True)

@@ -4,14 +4,17 @@ from outside.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from any_schedule import AnySchedule, assert_as_plain
 from nets import Net, linear, rows
 from torch import nn
+from training import tensors
 
 from monet_like.capture.captured import TensorMeta
 from monet_like.errors import UsageError
@@ -58,6 +61,75 @@ def test_the_whole_gradient_of_an_inner_result_is_refused(use: Callable[..., Non
         use(called(rows()))
     loss(called(rows())).backward()
     assert called.captures == 1
+
+
+class Goes(AnySchedule):
+    """Runs as the plain model from the first call on that a schedule cannot serve."""
+
+    _on_new_input = "plan"
+
+
+def normed(net: Net, first: nn.Module, norm: nn.Module, second: nn.Module, x: torch.Tensor) -> Any:
+    inner = F.dropout(norm(first(x)).tanh(), net.factor)
+    net.aux = inner.detach()
+    further = second(inner).tanh()
+    return {"features": inner, "further": further, "result": second(further)}
+
+
+def hooks(given: dict[str, torch.Tensor], note: Callable[..., None]) -> None:
+    given["features"].register_hook(lambda gradient: gradient * 3)
+    given["features"].register_hook(note)
+    given["features"].retain_grad()
+    given["further"].register_hook(lambda gradient: gradient + 1)
+    loss(given).backward(retain_graph=True)
+    note(given["features"].grad)
+    given["result"].sum().backward()
+    note(given["features"].grad)
+
+
+def penalty(given: dict[str, torch.Tensor], note: Callable[..., None], x: torch.Tensor) -> None:
+    (gradient,) = torch.autograd.grad(given["result"].sum(), x, create_graph=True)
+    note(gradient)
+    (gradient.norm(dim=1) - 1).square().mean().backward()
+
+
+def many(given: dict[str, torch.Tensor], note: Callable[..., None], x: torch.Tensor) -> None:
+    result = given["result"][0]
+    note(torch.autograd.grad(result, x, torch.eye(8), is_grads_batched=True))
+
+
+@pytest.mark.parametrize("use", [hooks, penalty, many])
+def test_a_run_that_asks_for_more_than_a_schedule_computes_goes_on(use: Callable[..., None]) -> None:
+    """Beginning with that call, to the bit; a hook of a parameter still runs once."""
+    found = []
+    for wrap in (lambda model: model, Goes):
+        torch.manual_seed(0)
+        model = Net(normed, linear(), nn.BatchNorm1d(8), linear())
+        model.factor = 0.3 if use is not many else 0.0
+        model.layers[0].weight.register_hook(lambda gradient: gradient * 2)  # type: ignore[union-attr]
+        called, notes = wrap(model), list[Any]()
+        note = lambda *things, notes=notes: notes.extend(t.clone() for t in tensors(things))  # noqa: E731
+        loss(called(rows())).backward()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                x = rows().requires_grad_()
+                given = called(x)
+                use(given, note, *([] if use is hooks else [x]))
+                notes += [x.grad, model.aux, *(t.clone() for t in (*model.parameters(), *model.buffers()))]
+                notes += [parameter.grad.clone() for parameter in model.parameters()]
+        found.append([*notes, torch.get_rng_state()])
+        assert sum("runs as plain PyTorch" in str(one.message) for one in told) == (wrap is Goes)
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_what_cannot_be_repeated_is_still_refused() -> None:
+    called = Goes(Net(features, linear(), linear()))
+    given = called(rows())
+    called.layers[1].bias.data.fill_(0)  # type: ignore[index]
+    called.function = beside
+    with pytest.raises(UsageError, match="has retain_grad"):
+        keep(given)
 
 
 class Engine:

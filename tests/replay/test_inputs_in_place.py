@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from any_schedule import assert_as_plain
+from any_schedule import step as trained
 from nets import Net, linear, rows
 from replays import record_for
 from torch import nn
@@ -149,31 +151,67 @@ def test_memory_that_two_inputs_share_is_not_changed() -> None:
     assert wrapped(x, rows()).requires_grad
 
 
-def test_token_ids_given_twice_are_not_changed() -> None:
-    """As FSMT's labels, of which it makes the decoder's input: one capture is for both calls, with one tensor and with
-    two.
-    """
+def labelled(_: Net, layer: nn.Module, x: torch.Tensor, ids: torch.Tensor, labels: torch.Tensor) -> Any:
+    """As FSMT, which makes its decoder's input of the labels; further results have gradients."""
+    labels.masked_fill_(labels == -100, 3)
+    y = layer(x)
+    return y[labels].sum() + y[ids.clamp(0)].square().sum(), y, y.tanh(), ids
 
-    def forward(_: Net, layer: nn.Module, x: torch.Tensor, ids: torch.Tensor, labels: torch.Tensor) -> Any:
-        labels.masked_fill_(labels == -100, 0)
-        y = layer(x)
-        return y[labels].sum() + y[ids].sum(), y
 
-    ids = torch.tensor([1, 0, 2])
-    for first in ((ids, ids), (ids, ids.clone())):
-        net = net_of(forward)
-        captured = admitted(capture(net, (rows(), *first)), "normal")
-        assert len(captured.inputs) == 3
-        record = record_for(
-            captured, random_schedule(captured.program, 0, drop=0.0), "normal", (net, (rows(), *first), {})
-        )
-        wrapped = ScheduleWrapper(net, record, captured=captured)
-        with pytest.raises(UsageError, match=r"input2 in place.*shares its memory; give a clone"):
-            wrapped(rows(), ids, ids)
-        labels = torch.tensor([1, -100, 2])
-        plain = copy.deepcopy(net)(rows(), ids, labels.clone())
-        assert_same([*wrapped(rows(), ids, labels)], [*plain])
-        assert labels.tolist() == ids.tolist()
+def counted(net: Net, layer: nn.Module, x: torch.Tensor, seen: torch.Tensor, shift: torch.Tensor) -> Any:
+    seen.add_(1)
+    return layer(x) * net.ema + shift, x.mean()
+
+
+@pytest.mark.parametrize("one_first", [True, False])
+@pytest.mark.parametrize("function", [labelled, counted])
+def test_what_is_given_twice_and_changes_is_one_tensor(function: Any, one_first: bool) -> None:
+    """Or lives in the model, too; each case has a program of its own."""
+
+    def script(called: nn.Module, model: nn.Module, note: Callable[..., None]) -> None:
+        for one in (one_first, not one_first, one_first):
+            given = torch.tensor([1, -100, 2]) if function is labelled else model.ema
+            other = given.clone()
+            first = other if function is counted and not one else given
+            note(trained(called, rows(), first, first if one else other), given, other)
+
+    assert_as_plain(lambda: net_of(function), script, captures=2)
+
+
+def test_what_is_given_twice_and_does_not_change_needs_no_program_of_its_own() -> None:
+    def forward(_: Net, layer: nn.Module, x: torch.Tensor, ids: torch.Tensor, rest: torch.Tensor, n: Any) -> Any:
+        n.add_(1)
+        return layer(x)[ids] * layer(x)[rest]
+
+    def script(called: nn.Module, model: nn.Module, note: Callable[..., None]) -> None:
+        for one in (True, False, True):
+            ids, n = torch.tensor([1, 0, 2]), torch.zeros(1, dtype=torch.long)
+            note(trained(called, rows(), ids, ids if one else ids.clone(), n), n)
+
+    assert_as_plain(lambda: net_of(forward), script, captures=1)
+
+
+def counts(net: Net, layer: nn.Module, x: torch.Tensor) -> Any:
+    net.ema.add_(1).add_(2)
+    x.mul_(2)
+    before = net.ema.clone()
+    net.ema[0] = 7
+    net.aux = net.ema
+    return layer(x), net.ema, net.ema[1:3], before, x, x[0]
+
+
+def test_changed_buffers_and_inputs_are_returned_themselves() -> None:
+    """Without a gradient, as in plain PyTorch: they change with the buffer, and the buffer with them."""
+
+    def script(called: nn.Module, model: nn.Module, note: Callable[..., None]) -> None:
+        kept = []
+        for number in range(3):
+            result = trained(called, x := rows())
+            result[2 * number].add_(1) if number else result[-1].zero_()
+            kept.append(result)
+            note(kept, model.ema, model.aux, x)
+
+    assert_as_plain(lambda: net_of(counts), script, captures=1)
 
 
 def test_what_the_backward_needs_as_it_was_is_pytorchs_error() -> None:
@@ -184,6 +222,15 @@ def test_what_the_backward_needs_as_it_was_is_pytorchs_error() -> None:
 
     with pytest.raises(CaptureError, match="overwrites in place what the gradient"):
         capture(net_of(forward), (rows(),))
+
+
+def test_inputs_that_overlap_and_change_are_refused() -> None:
+    def forward(_: Net, layer: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return layer(x.mul_(2)) + y
+
+    whole = torch.randn(8, 8)
+    with pytest.raises(CaptureError, match="shares its memory with another input"):
+        capture(net_of(forward), (whole[:6], whole[2:]))
 
 
 def test_strides_over_an_input_with_gaps_that_changes_are_refused() -> None:

@@ -266,8 +266,8 @@ def test_an_input_that_cannot_be_made(record: ScheduleRecord, changes: dict[str,
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"time_limit_seconds": float("inf")}, "time_limit_seconds (inf) must be more than 0 and at most"),
-        ({"time_limit_seconds": float("nan")}, "time_limit_seconds (nan) must be more than 0 and at most"),
+        ({"time_limit_seconds": float("inf")}, "time_limit_seconds inf must be more than 0 and at most"),
+        ({"time_limit_seconds": float("nan")}, "time_limit_seconds nan must be more than 0 and at most"),
         ({"memory_budget": 10**400}, "memory_budget must be at most 9223372036854775807 bytes"),
         ({"memory_budget": "9" * 400 + "%"}, "must be more than 0 % and at most 1000 %"),
         ({"memory_budget": "9" * 400}, "is more than any memory"),

@@ -314,14 +314,18 @@ def test_copies_and_pickles_have_no_part_in_it() -> None:
 
 
 def test_threads_have_plans_of_their_own() -> None:
-    """Random masks are drawn from one generator, so the models have none here; all else as if each trained alone."""
+    """Random masks are drawn from one generator, so the models have none here; all else as if each trained alone.
+
+    Each forward ends before any loss is computed.
+    """
     usual, first = pair(p=0.0)
     second = copy.deepcopy(first)
     monet_like.place_memory(second)
-    wanted = undisturbed(usual)
+    wanted = undisturbed(usual, threading.Barrier(1))
     found: list[list[torch.Tensor]] = [[], []]
+    both = threading.Barrier(2, timeout=60)
     threads = [
-        threading.Thread(target=lambda to=to, model=model: to.extend(undisturbed(model)))  # type: ignore[misc]
+        threading.Thread(target=lambda to=to, model=model: to.extend(undisturbed(model, both)))  # type: ignore[misc]
         for to, model in zip(found, (first, second), strict=True)
     ]
     for thread in threads:
@@ -330,13 +334,19 @@ def test_threads_have_plans_of_their_own() -> None:
         thread.join()
     for mine in found:
         assert all(torch.equal(a, b) for a, b in zip(mine, wanted, strict=True))
-    assert memory(first).counts[0] > 0 < memory(second).counts[0]
+    alone = copy.deepcopy(first)
+    monet_like.place_memory(alone)
+    undisturbed(alone, threading.Barrier(1))
+    assert memory(first).counts == memory(second).counts == memory(alone).counts
+    assert memory(alone).counts[0] > 0
 
 
-def undisturbed(model: nn.Module) -> list[torch.Tensor]:
+def undisturbed(model: nn.Module, all_ran: threading.Barrier) -> list[torch.Tensor]:
     losses = []
     for number in range(6):
-        loss = model(images(seed=number)).square().mean()
+        result = model(images(seed=number))
+        all_ran.wait()
+        loss = result.square().mean()
         loss.backward()
         losses += [loss.detach(), model.last.weight.grad]  # type: ignore[union-attr, list-item]
         model.zero_grad()

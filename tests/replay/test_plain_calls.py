@@ -166,3 +166,187 @@ def test_warnings_are_of_the_callers_line(model: nn.Module) -> None:
         warnings.simplefilter("always")
         called(rows(), -1)
     assert [w.filename for w in caught if "runs as plain" in str(w.message)] == [__file__]
+
+
+SCALE = [1.0]
+
+
+class Scaled(torch.autograd.Function):
+    """Its backward reads what its forward reads."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, of: Any) -> torch.Tensor:
+        ctx.of = of
+        return x * of.scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient * ctx.of.scale, None
+
+
+class Late(Branches):
+    """The backward reads an attribute, the length of a list, a global variable and one of a function around it."""
+
+    def __init__(self, read: str) -> None:
+        super().__init__()
+        self.read, self.scale, self.items = read, 1.0, list[int]()
+        shared = 1.0
+
+        def share(value: float) -> None:
+            nonlocal shared
+            shared = value
+
+        self.share = share
+        self.now: dict[str, Callable[[], float]] = {
+            "attribute": lambda: self.scale, "list": lambda: 1.0 + len(self.items), "global": lambda: SCALE[0],
+            "closure": lambda: shared,
+        }  # fmt: skip
+
+    def forward(self, x: torch.Tensor, sign: int = 1) -> torch.Tensor:
+        y = self.drop(self.norm(x))
+        if self.read == "function":
+            return self.layer(Scaled.apply(y, self)).square().sum()
+        y = y * self.now[self.read]()
+        y.register_hook(lambda gradient: gradient * self.now[self.read]())
+        return self.layer(y).square().sum()
+
+    def change(self) -> None:
+        self.scale += 0.5
+        self.items.append(1)
+        SCALE[0] += 0.5
+        self.share(self.scale)
+
+
+@pytest.mark.parametrize("read", ["function", "attribute", "list", "global", "closure"])
+def test_a_backward_reads_what_was_set_since_the_forward(read: str) -> None:
+    """Nobody holds the inputs and the results, and another forward has changed the buffers."""
+
+    def losses(model: Any, called: Any) -> list[Any]:
+        SCALE[0] = 1.0
+        torch.manual_seed(3)
+        found: list[Any] = []
+        for step in range(4):
+            for parameter in model.parameters():
+                parameter.grad = None
+            result = (called(rows(6)) + called(rows(5))) * 2
+            if step in (1, 3):
+                model.change()
+            result.backward()
+            found += [result.detach(), *(p.grad for p in model.parameters())]
+        return [*found, *model.state_dict().values(), torch.get_rng_state()]
+
+    torch.manual_seed(0)
+    model = Late(read)
+    plain = losses(model, model)
+    torch.manual_seed(0)
+    called = Planned(model := Late(read))
+    with pytest.warns(UserWarning, match="set between a forward and its backward") as caught:
+        ours = losses(model, called)
+    torch.testing.assert_close(ours, plain, rtol=0, atol=0)
+    assert len([w for w in caught if "runs as plain PyTorch" in str(w.message)]) == 2  # one of each form
+
+
+class Chained(nn.Module):
+    """Its result may be its next input; the backward reads ``scale``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(8, 8), 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x).tanh()
+        y.register_hook(lambda gradient: gradient * self.scale)
+        return y
+
+
+def test_a_plain_backward_leaves_that_of_the_call_before_alone() -> None:
+    """Whose result is the input, and whose parameters are the same."""
+
+    def gradients(model: Chained, called: Any) -> list[Any]:
+        loss = called(called(rows())).square().sum()
+        model.scale += 0.5
+        loss.backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    torch.manual_seed(0)
+    model = Chained()
+    plain = gradients(model, model)
+    torch.manual_seed(0)
+    called = Planned(model := Chained())
+    with pytest.warns(UserWarning, match="set between a forward and its backward"):
+        ours = gradients(model, called)
+    torch.testing.assert_close(ours, plain)
+
+
+class Recurrent(nn.Module):
+    """A GRU, weights that are computed from others, and a layer that is there twice."""
+
+    def __init__(self, *, hidden: bool = False) -> None:
+        super().__init__()
+        self.gru, self.norm = nn.GRU(8, 8), nn.LayerNorm(8)
+        self.first = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+        self.second, self.hidden = self.first, [self.norm.weight] if hidden else []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(self.norm(self.first(x)).tanh()) + self.gru(x[None])[0][0]
+        return x * self.hidden[0] if self.hidden else x
+
+
+def test_second_derivatives_of_chained_calls_are_plain_pytorchs() -> None:
+    """Inputs of calls are computed from the model's own parameters, of which each call has a gradient of its own."""
+    torch.manual_seed(0)
+    model, before = Recurrent().double(), nn.Linear(8, 8).double()
+    wanted = [*before.parameters(), *model.parameters()]
+
+    def gradients(call: Any) -> list[torch.Tensor]:
+        result = call(call(call(before(rows().double())))).square().sum()
+        first = torch.autograd.grad(result, wanted, create_graph=True)
+        second = torch.autograd.grad(sum(gradient.square().sum() for gradient in first), wanted)
+        return [result, *first, *second]
+
+    plain, called = gradients(model), Planned(model)
+    with pytest.warns(UserWarning, match="second derivatives"):
+        torch.testing.assert_close(gradients(called), plain)
+    torch.testing.assert_close(gradients(called), plain)  # plain PyTorch's from now on
+
+
+def test_second_derivatives_of_chained_calls_are_refused_where_parameters_are_no_modules() -> None:
+    """Their gradients would be wrong in silence."""
+    called = Planned(model := Recurrent(hidden=True))
+    result = called(called(rows())).square().sum()
+    with pytest.raises(UsageError, match="create_graph=True"):
+        torch.autograd.grad(result, [*model.parameters()], create_graph=True)
+
+
+def test_an_operator_that_fails_leaves_what_it_leaves_in_plain_pytorch() -> None:
+    """Numbers drawn and buffers changed before it; then the training goes on."""
+
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop, self.words, self.layer = nn.Dropout(), nn.Embedding(9, 8), nn.Linear(8, 8)
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+            self.seen += 1  # type: ignore[has-type]
+            return self.layer(self.drop(x) + self.words(words)).square().sum()
+
+    def script(model: Any, called: Any) -> list[Any]:
+        torch.manual_seed(3)
+        found: list[Any] = []
+        for index in (1, 9, 2, -4, 3):
+            try:
+                result = called(rows(), torch.tensor([0, 1, 2, 3, 4, index]))
+                result.backward()
+                found.append(result.detach())
+            except IndexError as error:
+                found.append(torch.tensor([*str(error).encode()]))
+            found += [torch.get_rng_state(), model.seen.clone()]
+        return [*found, *(p.grad for p in model.parameters())]
+
+    torch.manual_seed(0)
+    model = Looks()
+    plain = script(model, model)
+    torch.manual_seed(0)
+    model = Looks()
+    torch.testing.assert_close(script(model, Planned(model)), plain, rtol=0, atol=0)

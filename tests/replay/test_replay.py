@@ -59,7 +59,7 @@ def net(request: pytest.FixtureRequest) -> Net:
 SMALL = ["activations", "decoder", "tied", "unet", "vit_b_16"]
 
 
-@pytest.mark.slow(but=["tied"])
+@pytest.mark.slow(but=["tied"], rare=3)
 @pytest.mark.parametrize("net", [name for name in zoo.ROOMY if name not in ("resnet18", "resnet50")], indirect=True)
 def test_planned_schedules_are_exact_and_fit(net: Net) -> None:
     """At 35 % of the store-all peak, or as near as a search comes to that; bit-equal without `conv`.

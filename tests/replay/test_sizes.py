@@ -138,7 +138,7 @@ def trained(called: nn.Module, model: nn.Module, note: Callable[..., None]) -> N
         optimizer.step()
 
 
-@pytest.mark.slow(but=["masked", "counted_alone", "written", "drawn", "warned_of"])
+@pytest.mark.slow(but=["masked", "counted_alone", "written", "drawn", "warned_of"], rare=2)
 @pytest.mark.parametrize("decide", ALL, ids=lambda function: function.__name__)
 def test_sizes_equal_plain_pytorch(decide: Forward) -> None:
     assert_as_plain(lambda: Body(decide), trained, seed=2)

@@ -20,7 +20,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from monet_like.errors import UsageError
-from monet_like.replay import wrapper
+from monet_like.replay import stepping
 from monet_like.replay.checks.call_keys import arguments, structure
 
 # The model -----------------------------------------------------------------------------------------------------------
@@ -335,14 +335,14 @@ def key_of(called: AnySchedule) -> Any:
 def test_a_key_knows_the_device_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     called = AnySchedule(linear())
     before = key_of(called)
-    monkeypatch.setattr(wrapper, "device_of", lambda *_: torch.device("cuda", 0))
+    monkeypatch.setattr(stepping, "device_of", lambda *_: torch.device("cuda", 0))
     assert key_of(called) != before
 
 
 def test_a_key_knows_the_processes_that_share_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     called = AnySchedule(nn.SyncBatchNorm(8))
     before = key_of(called)
-    monkeypatch.setattr(wrapper, "world", lambda: ("group", 2))
+    monkeypatch.setattr(stepping, "world", lambda: ("group", 2))
     assert key_of(called) != before
 
 

@@ -15,6 +15,7 @@ import torch
 from click.testing import CliRunner, Result
 from torch import nn
 
+from monet_like.capture.layers import layers_of, operator_of
 from monet_like.capture.lower.step import capture
 from monet_like.cli.group import main
 from monet_like.compiler.costs import measured_costs
@@ -27,9 +28,10 @@ from monet_like.models import is_registered
 from monet_like.plan import store_all
 from monet_like.plan.baseline import plain_step
 from monet_like.report.charts import memory_chart
-from monet_like.report.figures import KINDS, Course, course, groups, layers_of, plain_course
+from monet_like.report.figures import KINDS, Course, course, groups, plain_course
 from monet_like.report.live import live_step
 from monet_like.report.page import Figures, charts, page
+from monet_like.variants import admitted
 
 CPU = torch.device("cpu")
 ALL = "inplace_conv_multiway_newnode"
@@ -311,6 +313,21 @@ def test_a_browser_shows_it(solved: tuple[Compiled, Any, Any], browser_page: Any
     assert browser_page.trouble == []
 
 
+@pytest.mark.slow
+def test_pictures_are_there_without_scripts(
+    solved: tuple[Compiled, Any, Any], browser_page: Any, tmp_path: Path
+) -> None:
+    found = figures(solved[0])
+    specs = charts(found)
+    (tmp_path / "report.html").write_text(page(found, specs))
+    still = browser_page.context.browser.new_page(java_script_enabled=False)
+    still.goto((tmp_path / "report.html").as_uri())
+    for name in specs:
+        box = still.locator(f"#{name} svg").bounding_box()
+        assert box["width"] > 500 and box["height"] > 100, name
+        assert still.locator(f"#{name} svg path").count() > 3 < still.locator(f"#{name} svg text").count(), name
+
+
 # The command --------------------------------------------------------------------------------------------------
 
 
@@ -468,3 +485,15 @@ def test_quiet_commands_still_say_what_is_wrong(folder: Path) -> None:
     result = run("solve", NAME, "6", "100B", "normal", "HIGHS", *SMALL, "--quiet", exit_code=2)
     assert result.stdout == ""
     assert result.stderr.startswith("error: ")
+
+
+def test_operators_are_named_by_what_they_compute() -> None:
+    """Not by the views that they end in."""
+    net = nn.Sequential(nn.Conv3d(2, 4, 1), nn.InstanceNorm3d(4, affine=True), nn.LeakyReLU(inplace=True)).train()
+    program = admitted(capture(net, (torch.randn(2, 2, 4, 4, 4),)), "inplace_conv_multiway_newnode").program
+    named = {(task.variant, operator_of(task)) for task in program.every_task()}
+    assert {
+        ("instance_norm_leaky_relu.train", "instance_norm_leaky_relu"),
+        ("aten", "convolution_backward"),
+    } <= named
+    assert not any("view" in operator.split(" + ") for _, operator in named)

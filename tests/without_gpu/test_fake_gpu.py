@@ -15,6 +15,7 @@ from fake_gpu import build
 from fake_gpu.build import HERE
 
 from monet_like.build import library_path
+from monet_like.ir.units import GIB, format_bytes
 from monet_like.profile.cublas import are_kept, default_bytes, workspace_bytes
 from monet_like.torch_versions import release
 
@@ -92,6 +93,41 @@ def assert_predicted(found: dict[str, Any]) -> None:
     assert 0.9 * found["predicted"] < found["allocated"] <= found["predicted"] + found["unsplit"], found
 
 
+def test_when_memory_ends_it_is_said_what_holds_it(ask: Ask) -> None:
+    (found,) = ask("out_of_memory:decoder", **SMALL_WORKSPACES)
+    after, inside = found["said"]  # and nothing while operators are measured
+    assert after.startswith(
+        "out of memory after the backward of Decoder's scheduled step: PyTorch was asked for 1024.00"
+    )
+    assert f"predicted peak of the step   {format_bytes(found['predicted'])}" in after
+    assert "tensors that your loop holds" in after and "the optimizer makes in its first step" in after
+    assert 'optimizer="adamw"' in after.splitlines()[-1]
+    assert inside.startswith("out of memory in the ") and ", at " in inside.splitlines()[0], inside
+    assert inside.splitlines()[1].startswith("  predicted there              "), inside
+    assert "of it not in the plan" in inside and "next: " in inside.splitlines()[-1]
+
+
+def test_when_memory_ends_in_a_block_it_is_said_what_the_step_needs_there(ask: Ask) -> None:
+    (found,) = ask("out_of_memory_in_blocks:decoder", **SMALL_WORKSPACES)
+    assert len(found["said"]) == 2, found["said"]
+    for said, stage in zip(found["said"], ("backward", "forward"), strict=True):
+        first, there, peak = said.splitlines()[:3]
+        assert first.startswith(f"out of memory in the {stage} of block 0's scheduled step"), said
+        assert there == f"  predicted there              {format_bytes(found['moments'][f'the {stage} of 0'])}"
+        assert peak.startswith(
+            f"  predicted peak of the step   {format_bytes(max(found['moments'].values()))}, budget "
+        )
+
+
+def test_a_card_as_budget_is_what_is_free_less_a_reserve(ask: Ask) -> None:
+    (found,) = ask("card:decoder", **SMALL_WORKSPACES)
+    unit, reserve = GIB // 4, 4 * GIB  # 5 % of 80 GB
+    (whole, again), blocks = found["whole"], found["blocks"]
+    assert whole == again  # a plan in the cache is found again, whatever few MB are taken
+    for budget, free in ((whole, 77 * GIB), (blocks, 80 * GIB)):
+        assert 0 < free - reserve - budget <= unit and budget % unit == 0
+
+
 @needs_kernels
 def test_the_allocator_sees_what_is_predicted(ask: Ask) -> None:
     (found,) = ask("train:unet", **SMALL_WORKSPACES)
@@ -138,7 +174,7 @@ def test_a_small_net_in_every_setting(ask: Ask) -> None:
     assert ramp == {"asked for": "moved:ramp", "device": "cuda:0", "plans": 1}
     assert 0 < offload["pinned"] <= offload["pinned predicted"]
     assert offload["asked"] <= offload["predicted"] <= 0.75 * offload["plain"]
-    assert distributed["predicted"] == moved["predicted"]
+    assert distributed["predicted"] == distributed["alone"]
     # Neither the workspace that cuBLAS keeps from its first call on, nor the rest of a block of the allocator.
     found = workspaces["bytes"]
     assert found["relu"] == found["cat"] == found["max_pool2d_with_indices"] == 0, found
@@ -236,3 +272,49 @@ def test_the_gpu_check_runs_to_its_end(ask: Ask, fake_gpu_library: Path, tmp_pat
     assert "| small | 1024.00 GiB |" in report
     assert len(list((tmp_path / "out" / "profiles").iterdir())) == 1
     assert (tmp_path / "out.tar.gz").exists()
+
+
+@pytest.mark.slow
+def test_streamed_weights_have_no_race_and_faults_are_found(ask: Ask) -> None:
+    """By PyTorch's own sanitizer of streams, in forwards, backwards and forwards without gradients."""
+    faults = ("none", "no wait", "the first", "the last")
+    none, no_wait, first, last = (ask(f"races:{fault}", **SMALL_WORKSPACES)[0] for fault in faults)
+    assert none["races"] == 0, none["first"]
+    for found in (no_wait, first, last):
+        assert found["in training"] > 0, found
+
+
+@pytest.mark.slow
+def test_offloaded_activations_have_no_race_and_faults_are_found(ask: Ask) -> None:
+    faults = ("no wait", *(f"{way} {place}" for way in ("out", "back") for place in ("first", "last")))
+    none, *found = (ask(f"offloaded:{fault}", **SMALL_WORKSPACES)[0] for fault in ("none", *faults))
+    assert none["races"] == 0, none["first"]
+    assert all(each["races"] for each in found), [each["races"] for each in found]
+
+
+@pytest.mark.slow
+def test_a_plan_that_streams_needs_what_it_predicts(ask: Ask) -> None:
+    (found,) = ask("weights:80%", **SMALL_WORKSPACES)
+    assert found["streamed"] and found["pinned"] and found["ring"] and found["device"] == "cuda:0"
+    assert found["peak"] <= found["predicted"]
+    assert found["grown"] == 0
+
+
+@pytest.mark.slow
+def test_distributed_data_parallel_leaves_weights_on_the_host_alone(ask: Ask) -> None:
+    """PyTorch refuses a model whose parameters are on two kinds of devices, but for those that are named."""
+    (found,) = ask("replicated:14 MB", **SMALL_WORKSPACES)
+    assert found["left alone"] == found["on the host"] != []
+    assert found["streamed"]
+
+
+@pytest.mark.slow(rare=["before"])
+@pytest.mark.parametrize("when", ["before", "after", "from float64"])
+def test_a_model_that_is_larger_than_the_device_is_never_whole_on_it(ask: Ask, when: str) -> None:
+    (found,) = ask(f"larger:14 MB, {when}", **SMALL_WORKSPACES)
+    assert found["streamed"] and found["peak"] == pytest.approx(found["predicted"], rel=1e-3)
+    assert found["most"] <= 14 * 2**20 < found["own"]
+    assert found["trained on"] == ["cuda"]
+    places = [device for device, _ in found["afterwards"]]
+    assert places == ["cpu" if ahead else "cuda" for _, ahead in found["afterwards"]]  # what fits has moved for good
+    assert len(set(places)) == 2

@@ -6,11 +6,15 @@ runs is measured once, on tensors like its arguments: its workspaces and the ord
 
 from __future__ import annotations
 
+import collections
+import functools
+import gc
+import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.utils._pytree as pytree
@@ -21,20 +25,24 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from ...capture.captured import TensorMeta, fake_mode
 from ...capture.example_inputs import Example, each_once
-from ...profile.measure import Stretch, allocated_peak
-
-
-class NotOnFakes(Exception):
-    """Fake tensors do not tell what this step does: it has to be run on real ones."""
+from ...capture.guards.objects import is_library
+from ...capture.replaced import replaced
+from ...capture.trace.alone import in_this_thread
+from ...capture.trace.answers import Answer, repeated
+from ...compiler.quick import MOST_WORKSPACE
+from ...profile.measure import Stretch
+from .operators import NotOnFakes, Operator, looks_of, relaid
 
 
 def fake_stretches(
-    function: Callable[[Callable[[], None]], Any], mode: FakeTensorMode, device: torch.device
-) -> list[Stretch]:
+    function: Callable[[Callable[[], None]], Any], mode: FakeTensorMode, device: torch.device,
+    answers: Sequence[Answer] | None = None,
+) -> list[Stretch]:  # fmt: skip
     """As `monet_like.profile.measure.allocated_stretches`, on fake tensors of a mode.
 
     Args:
         device: on which operators are measured.
+        answers: to the questions about values that the function asks; None: it asks none.
 
     Raises:
         NotOnFakes: the function asks for values of tensors or for their memory, or an operator is not known for fake
@@ -43,16 +51,54 @@ def fake_stretches(
     counting = _Counting(mode, device)
     try:
         with ExitStack() as stack:
-            for context in (_hidden(), mode, counting, _Refusals()):
+            for context in (hidden(), mode, counting, _Refusals(), *(() if answers is None else (repeated(answers),))):
                 stack.enter_context(context)
             result = function(counting.mark)
     except Exception as error:
         raise NotOnFakes(str(error)) from error
+    finally:
+        torch.clear_autocast_cache()  # in the caller's region it has kept casts of weights, which are fakes
+        _Counting.left += counting._storages.values()
     counting.mark()
     del result
     if counting.failed is not None:  # and the step has gone on
         raise NotOnFakes(str(counting.failed)) from counting.failed
     return counting.stretches
+
+
+@contextmanager
+def none_left() -> Iterator[None]:
+    """Leave no fake tensors of steps within in caches of functions and global dicts, also of packages, whose state is
+    not put back. All else that has them is to be put back within.
+    """
+    with replaced(_Counting, left=[]):
+        try:
+            yield
+        finally:
+            if any(left() is not None for left in _Counting.left):  # if not, a tenth of a second is saved
+                _empty_caches()
+
+
+def _empty_caches() -> None:
+    """Take all fake tensors out of these caches and dicts."""
+    caches = [held for held in gc.get_objects() if type(held) is functools._lru_cache_wrapper]
+    for cache in caches:
+        theirs = not is_library(getattr(cache.__wrapped__, "__module__", None))
+        if theirs and any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(gc.get_referents(cache))):
+            cache.cache_clear()
+    modules = [module for name, module in [*sys.modules.items()] if not is_library(name)]
+    found = [value for module in modules for value in [*getattr(module, "__dict__", {}).values()]]
+    found += [value for kind in found if type(kind) is type for value in [*vars(kind).values()]]
+    for held in {id(value): value for value in found if type(value) in _DICTS}.values():
+        for key in [key for key, kept in [*held.items()] if _is_fake(kept)]:
+            del held[key]
+
+
+_DICTS = (dict, collections.OrderedDict, collections.defaultdict)  # those of other classes may import what they hold
+
+
+def _is_fake(kept: Any) -> bool:
+    return any(isinstance(part, FakeTensor) for part in (kept if isinstance(kept, tuple | list) else (kept,)))
 
 
 @contextmanager
@@ -62,17 +108,15 @@ def outside(example: Example) -> Iterator[Example]:
     Yields:
         An example of fake tensors whose memory does not count.
     """
-    now, _Counting.now = _Counting.now, None
-    try:
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
-            yield copied(example)
-    finally:
-        _Counting.now = now
+    mode = fake_mode()
+    _Counting.left.append(weakref.ref(mode))  # its tensors hold it
+    with replaced(_Counting, now=None), _disable_current_modes():
+        yield copied(example, mode)
 
 
-def copied(example: Example) -> Example:
+def copied(example: Example, mode: FakeTensorMode) -> Example:
     """Fake tensors like those of an example, for a capture, which keeps some: nobody else holds their memory."""
-    mode, storages = fake_mode(), dict[int, torch.Tensor]()
+    storages = dict[int, torch.Tensor]()
 
     def like(tensor: torch.Tensor) -> torch.Tensor:
         meta = TensorMeta.of(tensor)
@@ -91,6 +135,7 @@ class _Counting(TorchDispatchMode):
     """The level of memory after each operator of a step."""
 
     now: _Counting | None = None
+    left: ClassVar[list[weakref.ref[Any]]] = []  # of what may outlive a step
 
     def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
         super().__init__()
@@ -98,6 +143,7 @@ class _Counting(TorchDispatchMode):
         self.stretches: list[Stretch] = []
         self.failed: Exception | None = None
         self._level = self._peak = 0
+        self._unmeasured: list[_Run] = []
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._validated: set[int] = set()
         self._factors = _Factors()
@@ -115,13 +161,19 @@ class _Counting(TorchDispatchMode):
         """End a stretch."""
         self._level += self._factors.risen(torch._C._current_autograd_node())
         self._peak = max(self._peak, self._level)
+        for run in sorted(self._unmeasured, key=lambda run: -run.most):
+            if run.most <= self._peak:
+                break
+            self._peak = max(self._peak, run.before + run.operator.measured().rise)
+        self._unmeasured.clear()
         self.stretches.append(Stretch(self._peak, self._level))
         self._peak = self._level
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        args, kwargs = pytree.tree_map(self._faked, (args, dict(kwargs or {})))
+        fresh = func is torch.ops.aten.lift_fresh.default  # of a tensor that PyTorch has made of numbers
+        args, kwargs = pytree.tree_map(functools.partial(self._faked, counts=fresh), (args, dict(kwargs or {})))
         if func is torch.ops.prim.device.default:
             self._validated.add(id(args[0]))
             return func(*args, **kwargs)
@@ -133,28 +185,37 @@ class _Counting(TorchDispatchMode):
             else:
                 self._validated.clear()
             self._level += self._factors.risen(torch._C._current_autograd_node())
-            before = self._level
-            measured = self._measured(func, args, kwargs)
+            operator = Operator.of(func, args, kwargs, self.device)
+            before = self._level - self._factors.there
             result = func(*args, **kwargs)
-            if _looks(result) != measured.results:
-                raise NotOnFakes(f"the results of {func} lie otherwise")
+            if operator.is_small and looks_of(result) != (looks := operator.measured().results):
+                result = relaid(func, result, looks)
         except Exception as error:
             self.failed = self.failed or error
             raise
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self._follow(leaf, counts=True)
-        self._peak = max(self._peak, self._level, before + measured.rise - self._factors.there)
+        self._peak = max(self._peak, self._level, before + (operator.measured().rise if operator.is_small else 0))
+        if not operator.is_small:
+            made = sum(nbytes for *_, nbytes in looks_of(result))
+            most = self._level - self._factors.there + MOST_WORKSPACE * (operator.touched_bytes + made)
+            self._unmeasured.append(_Run(operator, before, most))
         if func in _SCALES and self.device.type == "cpu":
             self._factors.keep(args, result)
         return result
 
-    def _faked(self, leaf: Any) -> Any:
-        """A real tensor, such as a parameter, as a fake one; its memory was there before the step."""
+    def keep(self, made: torch.Tensor) -> None:
+        """Count a tensor that no operator has made."""
+        self._follow(made, counts=True)
+        self._peak = max(self._peak, self._level)
+
+    def _faked(self, leaf: Any, *, counts: bool) -> Any:
+        """A real tensor, such as a parameter, as a fake one; its memory was there before the step unless it counts."""
         if not isinstance(leaf, torch.Tensor) or isinstance(leaf, FakeTensor):
             return leaf
         fake = self.mode.from_tensor(leaf, static_shapes=True)
-        self._follow(fake, counts=False)
+        self._follow(fake, counts=counts)
         return fake
 
     def _follow(self, tensor: torch.Tensor, *, counts: bool) -> None:
@@ -183,35 +244,19 @@ class _Counting(TorchDispatchMode):
             return False
         return _is_held_once(far) and _is_dense(far)
 
-    def _measured(self, func: Any, args: Any, kwargs: Any) -> _Measured:
-        """What an operator takes and makes on real tensors."""
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        key = (func, spec, self.device, torch.get_num_threads(), tuple(map(_described, leaves)))
-        if key not in _measured:
-            looks: list[Any] = []
-            with outside(((), {})), torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
-                given, named = pytree.tree_unflatten([*map(_alike, leaves)], spec)
-                rise = allocated_peak(lambda: looks.append(_looks(func(*given, **named))), self.device)
-            _measured[key] = _Measured(rise, looks[0])
-        return _measured[key]
-
 
 @dataclass(frozen=True)
-class _Measured:
-    """An operator on tensors of some sizes.
+class _Run:
+    """An operator that has run, and was not measured.
 
     Attributes:
-        rise: by how much memory rises while it runs, at most, its results included.
-        results: how its results lie.
+        before: the level of memory.
+        most: the highest level that it may have reached.
     """
 
-    rise: int
-    results: tuple[Any, ...]
-
-
-def _looks(result: Any) -> tuple[Any, ...]:
-    tensors = (leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor))
-    return tuple((t.dtype, tuple(t.shape), t.stride(), t.untyped_storage().nbytes()) for t in tensors)
+    operator: Operator
+    before: int
+    most: int
 
 
 class _Factors:
@@ -261,7 +306,6 @@ _FILLS = {
 #: References to a gradient's tensor and to its storage while an operator is dispatched on it, if autograd alone holds
 #: it.
 _HELD_BY_AUTOGRAD = (4, 2)
-_measured: dict[Any, _Measured] = {}
 
 
 def _is_held_once(tensor: Any) -> bool:
@@ -279,23 +323,6 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _described(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return leaf.dtype, leaf.device, tuple(leaf.shape), leaf.stride(), leaf.storage_offset()
-    return torch.Generator if isinstance(leaf, torch.Generator) else (type(leaf), leaf)
-
-
-def _alike(leaf: Any) -> Any:
-    """Something of the same kind and size that an operator may read and change."""
-    if isinstance(leaf, torch.Generator):
-        return torch.Generator(leaf.device)
-    if not isinstance(leaf, FakeTensor):
-        return leaf
-    size = leaf.untyped_storage().nbytes() // leaf.element_size()
-    whole = torch.zeros(size, dtype=leaf.dtype, device=leaf.device)
-    return whole.as_strided(leaf.shape, leaf.stride(), leaf.storage_offset())
-
-
 #: Gives a tensor the memory of another one, a fake one here.
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -309,32 +336,35 @@ class _Refusals(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name = "data" if func == _SET_DATA else getattr(func, "__name__", "")
-        makes_tensor = name == "__setitem__" and not isinstance(args[2], torch.Tensor)
-        if name in self._OF_MEMORY or makes_tensor:
+        if _Counting.now is not None and name in self._OF_MEMORY:
             _refuse(name)
         return func(*args, **(kwargs or {}))
 
 
 def _refuse(name: str) -> Any:
-    error = NotOnFakes(f"the step calls {name}")
-    if _Counting.now is not None:
-        _Counting.now.failed = error
-    raise error
+    assert _Counting.now is not None
+    _Counting.now.failed = NotOnFakes(f"the step calls {name}")
+    raise _Counting.now.failed
 
 
 @contextmanager
-def _hidden() -> Iterator[None]:
+def hidden() -> Iterator[None]:
     """Let code that asks whether tensors are fake, to compute in another way then, take them for real."""
-    package = torch._subclasses
-    own, log, state = package.FakeTensor, fake_tensor.log.disabled, torch.get_rng_state
-    torch.get_rng_state = lambda: state() if _Counting.now is None else _refuse("get_rng_state")  # checkpoints keep it
-    package.FakeTensor = _Nothing  # type: ignore[misc, assignment]
-    fake_tensor.log.disabled = True  # of operators that fakes do not know: then the step runs on real tensors
-    try:
+    own = torch.get_rng_state
+
+    def state() -> torch.Tensor:  # which checkpoints keep; it is real, and fake operators draw nothing
+        kept = own()
+        if _Counting.now is not None:
+            _Counting.now.keep(kept)
+        return kept
+
+    with (
+        replaced(torch, get_rng_state=in_this_thread(state, own)),
+        replaced(torch.random, get_rng_state=in_this_thread(state, own)),
+        replaced(torch._subclasses, FakeTensor=_Nothing),
+        replaced(fake_tensor.log, disabled=True),  # operators that fakes do not know: the step runs on real tensors
+    ):
         yield
-    finally:
-        package.FakeTensor, fake_tensor.log.disabled = own, log  # type: ignore[misc]
-        torch.get_rng_state = state
 
 
 class _Nothing:

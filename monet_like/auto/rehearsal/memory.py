@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -17,18 +16,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ...capture.captured import allocated_bytes, fake_mode
 from ...capture.example_inputs import Example, device_of
 from ...capture.guards.side_effects import generators_restored
+from ...capture.resident import parts_of, resident_parts
 from ...capture.trace.joint import asks_for_values
-from ...capture.trees import map_tensors, tensors_of
+from ...capture.trees import tensors_of
 from ...compiler.request import OPTIMIZERS
 from ...errors import UsageError
-from ...ir.step import Point, Step
+from ...ir.step import Point, Step, Streaming
 from ...profile.measure import Stretch, allocated_stretches, have_workspaces
 from ...replay.verify.steps import unsaved_loss
 from ..agreement import Sharing, all_do, gathered, processes
 from ..block import BlockSchedule
 from ..kept_state import State
-from .fake import NotOnFakes, fake_stretches, outside
-from .stand_ins import Event, Rehearsal, counted, held_values
+from .fake import NotOnFakes, fake_stretches, none_left, outside
+from .graphs import OwnGraph
+from .stand_ins import Event, Rehearsal, counted, held_values, without_saved_tensors_hooks
 
 
 @dataclass(frozen=True)
@@ -72,36 +73,16 @@ def step_of(
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if any(tensor.grad_fn is not None for tensor in tensors_of((args, kwargs))):
-            args, kwargs = map_tensors(_Cut.of, (args, kwargs))
+        own = OwnGraph(model, args, kwargs)
+        args, kwargs = own.example
         kept = [model(*args, **kwargs)]
-        total = (loss or _loss)(kept[0])
+        total = (loss or loss_of)(kept[0])
         if not keeps_result:
             kept.clear()
-        total.backward()
+        own.backward(total)
         return kept, total
 
     return WholeStep(run, example)
-
-
-class _Cut(torch.autograd.Function):
-    """An input that another computation has made, whose own backward is the caller's: a rehearsal must not run it."""
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor with a gradient that leads nowhere, if it has one."""
-        if tensor.grad_fn is None:
-            return tensor
-        cut: torch.Tensor = _Cut.apply(tensor.detach().requires_grad_())
-        return cut
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> None:
-        return None
 
 
 class NoBlockCalled(UsageError):
@@ -134,6 +115,9 @@ class StepMemory:
         optimizer: whose state to count, see `OPTIMIZERS`.
         sharing: with ``same``, count the largest of all processes.
 
+    Attributes:
+        streaming: of the blocks' frozen weights, once it is known.
+
     Raises:
         UsageError: the optimizer is unknown.
     """
@@ -142,7 +126,8 @@ class StepMemory:
         self.of, self.whole, self.sharing = of, whole, sharing
         self.device = device_of(of.model)
         self._optimizer = optimizer
-        self._fakes = None if _needs_real(of.model) else fake_mode()
+        self.streaming: Streaming | None = None
+        self._fakes = None if needs_real(of.model) else fake_mode()
         self._begin()
 
     def _begin(self) -> None:
@@ -205,7 +190,8 @@ class StepMemory:
         mine = counted(events, stretches, self.of.names, self.resident_bytes)
         _check_same_steps(mine, self.sharing)
         every = gathered([moment.base_bytes for moment in mine.moments], self.sharing)
-        return Rehearsed(_with_bases(mine, map(max, zip(*every, strict=True))), held_values(events, stretches))
+        step = replace(_with_bases(mine, map(max, zip(*every, strict=True))), streaming=self.streaming)
+        return Rehearsed(step, held_values(events, stretches))
 
     def step_with(self, points: Iterable[Point]) -> Step:
         """The step, rehearsed with blocks that keep what these points keep."""
@@ -216,6 +202,11 @@ class StepMemory:
         results.
         """
         least = self.rehearsed([()] * len(self.of.blocks)).step
+        if [moment.what for moment in first.moments] != [moment.what for moment in least.moments]:
+            raise UsageError(
+                f"the training step of {type(self.of.model).__name__} runs its blocks differently in each rehearsal, "
+                "as with checkpointing around them; take that off: a schedule says itself what runs again"
+            )
         both = zip(first.moments, least.moments, strict=True)
         return _with_bases(first, (min(m.base_bytes, low.base_bytes) for m, low in both))
 
@@ -227,6 +218,7 @@ class StepMemory:
             self._leave_fakes()
         return self._counted_on(None, kept)
 
+    @none_left()
     def _counted_on(
         self, fakes: FakeTensorMode | None, kept: Sequence[Collection[int]] | None
     ) -> tuple[list[Event], list[Stretch]]:
@@ -250,11 +242,12 @@ class StepMemory:
                     block._rehearsal = None
 
         have_workspaces(self.device)
-        gc.collect()  # or else memory of cycles that is freed meanwhile would seem to be the step's
+        if fakes is None:
+            gc.collect()  # or else memory of cycles that is freed meanwhile would seem to be the step's
         try:
-            with generators_restored(self.device):
-                _without_hooks(self.of.model)
-                _drop_sparse_gradients(self.of.model, self.whole.example)
+            with generators_restored(self.device), without_saved_tensors_hooks():
+                without_hooks(self.of.model)
+                drop_sparse_gradients(self.of.model, self.whole.example)
                 if fakes is None:
                     stretches = allocated_stretches(run, self.device)
                 else:
@@ -282,7 +275,7 @@ def _with_bases(step: Step, bases: Iterable[int]) -> Step:
     return replace(step, moments=tuple(moments))
 
 
-def _needs_real(model: nn.Module) -> bool:
+def needs_real(model: nn.Module) -> bool:
     """Whether steps of a model have to be rehearsed on real tensors.
 
     Fake ones do not tell what processes exchange, and what `torch.compile` makes of a part. How a GPU's memory is
@@ -312,16 +305,21 @@ def _check_same_steps(step: Step, sharing: Sharing) -> None:
             )
 
 
-def _loss(result: Any) -> torch.Tensor:
+def ends_of(result: Any) -> list[torch.Tensor]:
+    """The scalar that a result has as its loss, or else all its tensors that require a gradient."""
+    own = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
+    if isinstance(own, torch.Tensor) and own.requires_grad and own.numel() == 1:
+        return [own]
+    return [tensor.values() if tensor.is_nested else tensor for tensor in tensors_of(result) if tensor.requires_grad]
+
+
+def loss_of(result: Any) -> torch.Tensor:
     """The scalar that a result has as its loss, or else one of all its tensors that saves nothing.
 
     Raises:
         UsageError: nothing in the result has a gradient.
     """
-    own = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
-    if isinstance(own, torch.Tensor) and own.requires_grad and own.numel() == 1:
-        return own
-    tensors = [tensor for tensor in tensors_of(result) if tensor.requires_grad]
+    tensors = ends_of(result)
     if not tensors:
         raise UsageError(
             "the model's result has no tensor with a gradient; give auto_schedule a loss= that makes one of it"
@@ -329,7 +327,7 @@ def _loss(result: Any) -> torch.Tensor:
     return tensors[0] if len(tensors) == 1 and tensors[0].numel() == 1 else unsaved_loss(tensors)
 
 
-def _without_hooks(model: nn.Module) -> None:
+def without_hooks(model: nn.Module) -> None:
     """Have hooks that run when a gradient is there not run in a rehearsal: those of an optimizer that steps in the
     backward would step.
 
@@ -357,21 +355,11 @@ def _check_not_advanced(what: str) -> None:
         )
 
 
-def _drop_sparse_gradients(model: nn.Module, example: Example) -> None:
+def drop_sparse_gradients(model: nn.Module, example: Example) -> None:
     """Have sparse gradients made anew in a rehearsal, because they are not added to in place."""
     for tensor in (*model.parameters(), *tensors_of(example)):
         if tensor.is_leaf and tensor.grad is not None and tensor.grad.layout is not torch.strided:
             tensor.grad = None
-
-
-def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """What is in this process's memory of a tensor: a sharded one's part, a quantised one's numbers and scales."""
-    if not hasattr(tensor, "__tensor_flatten__"):
-        yield tensor
-        return
-    for part in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
-        if isinstance(part, torch.Tensor):  # a sharded one has its mesh there, too
-            yield from _parts(part)
 
 
 def _resident_bytes(model: nn.Module, example: Example, optimizer: str, device: torch.device) -> int:
@@ -381,11 +369,7 @@ def _resident_bytes(model: nn.Module, example: Example, optimizer: str, device: 
     """
     if optimizer not in OPTIMIZERS:
         raise UsageError(f"optimizer {optimizer!r} is unknown; choose one of {', '.join(OPTIMIZERS)}")
-    inputs = tensors_of(example)
-    leaves = [*model.parameters(), *(tensor for tensor in inputs if tensor.is_leaf)]
-    grads = (t.grad for t in leaves if t.grad is not None and t.grad.layout is torch.strided)
-    tensors = chain.from_iterable(map(_parts, (*model.parameters(), *model.buffers(), *inputs, *grads)))
-    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    trained = (part for p in model.parameters() if p.requires_grad for part in _parts(p))
+    trained = (part for p in model.parameters() if p.requires_grad for part in parts_of(p))
     state = sum(map(OPTIMIZERS[optimizer].state_bytes, trained))
-    return sum(allocated_bytes(size, device) for size in sizes.values()) + state
+    there = resident_parts(model, example)
+    return sum(allocated_bytes(part.untyped_storage().nbytes(), device) for part in there) + state

@@ -37,6 +37,7 @@ class RehearsedCall:
         results: results that it holds, by value.
         gradients: incoming gradients, by value; empty before the backward.
         adds: its parameters had gradients already when its backward began.
+        copied: an incoming gradient had another layout than a schedule takes.
     """
 
     block: int
@@ -45,6 +46,7 @@ class RehearsedCall:
     results: dict[int, torch.Tensor] = field(default_factory=dict)
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     adds: bool = False
+    copied: bool = False
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,20 @@ def _without_cached_casts() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
+@contextmanager
+def without_saved_tensors_hooks() -> Iterator[None]:
+    """Leave out the caller's hooks on saved tensors: a checkpoint around the whole model counts what is saved."""
+    hooks, autograd = [], torch._C._autograd
+    while (innermost := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(innermost)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
 def _results(captured: Captured, result: Any) -> Iterator[torch.Tensor]:
     """The tensors of a block's result, in storages of the size that a schedule's have."""
     leaves = pytree.tree_leaves(taken_apart(result, results=True))
@@ -188,7 +204,7 @@ class _Head(torch.autograd.Function):
         outputs = tuple(results)
         kept += [r for t, r in zip(captured.outputs, outputs, strict=True) if rehearsal.keeps(call.block, t.value)]
         results.clear()
-        ctx.save_for_backward(*kept)
+        ctx.save_for_backward(*(tensor.data for tensor in kept))  # the model may change them in place
         ctx.mark_non_differentiable(*(o for o, t in zip(outputs, captured.tangents, strict=True) if t is None))
         return outputs
 
@@ -201,7 +217,9 @@ class _Head(torch.autograd.Function):
         call.saved, call.results = given[:count], dict(zip(ctx.of, given[count:], strict=True))
         for grad, value in zip(grads, call.captured.tangents, strict=True):
             if grad is not None and value is not None:
-                call.gradients[value] = _taken(grad, call.captured.metas[value])
+                taken = call.gradients[value] = _taken(grad, call.captured.metas[value])
+                # An object of Python's for its storage would keep autograd from adding to the gradient where it lies.
+                call.copied = call.copied or not torch._C._is_alias_of(taken, grad)  # type: ignore[attr-defined]
         return (None,) * len(ctx.needs_input_grad)
 
 
@@ -272,7 +290,7 @@ def _nothing(meta: TensorMeta) -> torch.Tensor:
 
 def held_values(events: Sequence[Event], stretches: Sequence[Stretch]) -> dict[int, frozenset[int]]:
     """For every block, incoming gradients and results that are still there when the block's stand-in has let go of
-    them.
+    them; all, of a block that has no backward in the step.
 
     The rest of the model holds them. Incoming gradients that do not come are among them: they are not freed, either.
 
@@ -280,18 +298,23 @@ def held_values(events: Sequence[Event], stretches: Sequence[Stretch]) -> dict[i
         events, stretches: of a rehearsal in which stand-ins keep everything; each event ends the stretch of its place.
     """
     found: dict[RehearsedCall, set[int]] = {}
+    blocks: dict[int, frozenset[int]] = {}
     before = 0
     for event, stretch in zip(events, stretches, strict=False):
         call, values = event.call, event.call.captured.program.values
         if event.kind == "backward":
-            found[call] = {v for v in (*call.captured.tangents, *call.captured.program.outputs) if v is not None}
+            found[call] = set(_ends(call.captured))
         if event.kind == "dropped" and before - stretch.end_bytes >= values[event.value].bytes:
             found[call].discard(event.value)
         before = stretch.end_bytes
-    blocks: dict[int, frozenset[int]] = {}
     for call, held in found.items():
         blocks[call.block] = blocks.get(call.block, frozenset()) | held
-    return blocks
+    return {event.call.block: frozenset(_ends(event.call.captured)) for event in events} | blocks
+
+
+def _ends(captured: Captured) -> Iterator[int]:
+    """Incoming gradients and results of a block."""
+    return (value for value in (*captured.tangents, *captured.program.outputs) if value is not None)
 
 
 def counted(events: Sequence[Event], stretches: Sequence[Stretch], names: Sequence[str], resident_bytes: int) -> Step:

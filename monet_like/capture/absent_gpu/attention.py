@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...errors import CaptureError, UsageError
 from ...torch_versions import release
+from ..replaced import replaced
 
 #: Kinds of attention by the names that users give.
 KINDS = {
@@ -79,8 +80,7 @@ def attention_as(name: str) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def attention(target: Absent) -> Iterator[None]:
+def attention(target: Absent) -> contextlib.AbstractContextManager[None]:
     """Have PyTorch's function for attention take the operator that it takes on a GPU."""
 
     def attend(
@@ -99,12 +99,7 @@ def attention(target: Absent) -> Iterator[None]:
         with torch._C._DisableAutocast():
             return _BY_KIND[_kind(call, target)](call)
 
-    before = nn.functional.scaled_dot_product_attention
-    nn.functional.scaled_dot_product_attention = attend
-    try:
-        yield
-    finally:
-        nn.functional.scaled_dot_product_attention = before
+    return replaced(nn.functional, scaled_dot_product_attention=attend)
 
 
 @dataclass(frozen=True)

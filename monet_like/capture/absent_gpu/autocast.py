@@ -13,6 +13,7 @@ import torch.utils._pytree as pytree
 from torch.amp import autocast_mode
 
 from ...errors import CaptureError
+from ..replaced import replaced
 
 _CPU, _CUDA = "AutocastCPU", "AutocastCUDA"
 
@@ -160,17 +161,22 @@ def cuda_regions() -> Iterator[None]:
     ) -> None:
         region(self, here(device_type), dtype or dtype_of(here(device_type)), enabled, cache_enabled)
 
+    def cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:
+        return cast_of_custom_fwd(value, here(device_type), dtype)
+
     before = dtype_of("cpu")
     if not enabled("cpu"):
         torch.set_autocast_dtype("cpu", dtype_of("cuda"))
-    torch.autocast.__init__ = init  # type: ignore[method-assign]
-    torch.is_autocast_enabled = lambda device_type=None: enabled(here(device_type))
-    autocast_mode._cast = lambda value, device_type, dtype: cast_of_custom_fwd(value, here(device_type), dtype)
-    torch.get_autocast_dtype = lambda device_type: dtype_of(here(device_type))
     try:
-        yield
+        with (
+            replaced(torch.autocast, __init__=init),
+            replaced(autocast_mode, _cast=cast),
+            replaced(
+                torch,
+                is_autocast_enabled=lambda device_type=None: enabled(here(device_type)),
+                get_autocast_dtype=lambda device_type: dtype_of(here(device_type)),
+            ),
+        ):
+            yield
     finally:
-        torch.autocast.__init__ = region  # type: ignore[method-assign]
-        torch.is_autocast_enabled, torch.get_autocast_dtype = enabled, dtype_of
-        autocast_mode._cast = cast_of_custom_fwd
         torch.set_autocast_dtype("cpu", before)

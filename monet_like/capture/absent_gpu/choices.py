@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...errors import CaptureError
 from ...runtime.batch_norm import as_cudnn_takes, by_cudnn
+from ..replaced import replaced
 from .attention import Absent, attention
 from .autocast import cuda_autocast, cuda_regions
 
@@ -42,15 +43,13 @@ def as_on(target: Absent | None) -> Iterator[None]:
             convolutions(target.device),
             _batch_norms(target.device),
             _group_norms(),
-            _shapes(),
+            # PyTorch's meta functions tell for example the layout of a pixel shuffle by this.
+            replaced(_meta_registrations, device_hint=lambda tensor: "cuda"),
             _fused_rms_norm(),
             _Refusals(),
         ):
             stack.enter_context(context)
         yield
-
-
-# Autocast -----------------------------------------------------------------------------------------------------------
 
 
 # Convolutions -------------------------------------------------------------------------------------------------------
@@ -82,11 +81,8 @@ def convolutions(device: torch.device) -> Iterator[None]:
             named = {n: _twin(t, device) if isinstance(t, torch.Tensor) else t for n, t in kwargs.items()}
         return own(*there, **named)
 
-    torch._C._select_conv_backend = select
-    try:
+    with replaced(torch._C, _select_conv_backend=select):
         yield
-    finally:
-        torch._C._select_conv_backend = own
 
 
 def _twin(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -103,8 +99,7 @@ def _in_rows(tensor: torch.Tensor) -> bool:
 # Batch norm ---------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _batch_norms(device: torch.device) -> Iterator[None]:
+def _batch_norms(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Copy the input of a batch norm by cuDNN to row-major or channels-last layout if it has another; its gradient
     reads the copy.
     """
@@ -125,43 +120,20 @@ def _batch_norms(device: torch.device) -> Iterator[None]:
             x = as_cudnn_takes(x)
         return own(x, weight, bias, mean, var, training, momentum, eps, cudnn_enabled)
 
-    torch.batch_norm = batch_norm  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.batch_norm = own
+    return replaced(torch, batch_norm=batch_norm)
 
 
 # Group norm ---------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _group_norms() -> Iterator[None]:
+def _group_norms() -> contextlib.AbstractContextManager[None]:
     """Copy the input of a group norm to row-major layout if it has another; a CPU computes it channels-last, too."""
     own = torch.group_norm
 
     def group_norm(x: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
         return own(x.contiguous(), *others, **named)
 
-    torch.group_norm = group_norm  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.group_norm = own
-
-
-# Other operators ----------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _shapes() -> Iterator[None]:
-    """Have PyTorch's meta functions, which tell for example the layout of a pixel shuffle, answer as for a GPU."""
-    own = _meta_registrations.device_hint
-    _meta_registrations.device_hint = lambda tensor: "cuda"
-    try:
-        yield
-    finally:
-        _meta_registrations.device_hint = own
+    return replaced(torch, group_norm=group_norm)
 
 
 # RMS norm -----------------------------------------------------------------------------------------------------------

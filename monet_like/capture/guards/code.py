@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import inspect
 import sys
 import types
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 _GRAD_FN: Any = vars(torch._C.TensorBase)["grad_fn"].__get__
+#: The modules that call the model in a trace. They import this one, so it knows them by name.
+TRACING = frozenset({f"monet_like.capture.trace.{name}" for name in ("flat_module", "joint", "answers")})
 _STORES = frozenset({"STORE_ATTR", "STORE_GLOBAL", "STORE_NAME"})
 
 
@@ -40,6 +43,15 @@ def calls_trace(frame: types.FrameType) -> bool:
     """Whether it is the function of no module that PyTorch's tracer writes around what it traces."""
     before = None if "__name__" in frame.f_globals else frame.f_back
     return before is not None and before.f_globals.get("__name__") == "torch.fx.experimental.proxy_tensor"
+
+
+def importing(frame: types.FrameType | None) -> bool:
+    """Whether a Python module or a class is being made, which happens once and is not undone."""
+    while frame is not None and frame.f_globals.get("__name__") not in TRACING:
+        if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # no function's
+            return True
+        frame = frame.f_back
+    return False
 
 
 class Untraced(TorchFunctionMode):

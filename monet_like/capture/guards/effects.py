@@ -12,7 +12,7 @@ import contextlib
 import io
 import pickle
 import types
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -22,8 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from ...errors import CaptureError, UsageError
-from ..trees import children_of
-from .holders import ABSENT, Attributes, Holder, Variable
+from .containers import given_containers, walk_through
+from .holders import ABSENT, Attributes, Elements, Holder, Variable
 from .objects import is_library
 from .reads import Reads
 from .traversal import Place, Walk, form_of_plain
@@ -77,7 +77,7 @@ class Effects:
         tensors: results of the step among them; only while it is traced.
         held: the model's own objects among them, by the key of their place; only while it is traced.
         results: of the tensors, as positions among the program's outputs.
-        marks: names of the parameters and buffers on which attributes are set.
+        marks: by the name of a parameter or buffer, the attributes that are set on it.
         fills: whether some of them are in containers among the arguments.
         shared: whether another model may have it, too: nothing of it is an object of this one.
     """
@@ -86,7 +86,7 @@ class Effects:
     at: tuple[tuple[str, tuple[str, ...]], ...]
     refs: tuple[_Ref, ...]
     tensors: tuple[torch.Tensor, ...]
-    marks: frozenset[str]
+    marks: Mapping[str, tuple[str, ...]]
     fills: bool
     shared: bool
     held: Mapping[str, Holder]
@@ -95,12 +95,30 @@ class Effects:
     @property
     def paths(self) -> tuple[str, ...]:
         """What is set, for people."""
-        found = ((key.partition(" ")[2], names) for key, names in self.at)
+        found = [(key.partition(" ")[2], names) for key, names in self.at]
+        found += [(f"self.{name}", names) for name, names in self.marks.items()]
         return tuple(path for held, names in found for path in ([f"{held}.{name}" for name in names] or [held]))
 
     def of_outputs(self, results: Sequence[int]) -> Effects:
         """The same after the trace: of its tensors only their positions among the outputs."""
         return replace(self, tensors=(), results=tuple(results))
+
+    def check_apart(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Refuse NumPy arrays that the forward changes while a tensor, which operators read earlier, has their memory.
+
+        Raises:
+            CaptureError: there is one.
+        """
+        arrays = [it.held for key, _ in self.at if isinstance(it := self.held.get(key), Elements)]
+        memory = [(a.__array_interface__["data"][0], a.nbytes) for a in arrays if not isinstance(a, bytearray)]
+        for tensor in tensors if memory else ():
+            if not isinstance(tensor, FakeTensor) and tensor.layout is torch.strided:
+                start, size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
+                if any(place < start + size and start < place + extent for place, extent in memory):
+                    raise CaptureError(
+                        f"the forward sets {', '.join(self.paths)}, an array whose memory a tensor of the model has, "
+                        "too (torch.from_numpy); change the tensor, or give it a copy of the array"
+                    )
 
     def found_in(self, walk: Walk) -> Effects:
         """The same after the trace, with the keys that places have in its guards: what its backward reads may have
@@ -206,26 +224,6 @@ def _load(content: bytes, found: Callable[[int], Any]) -> Any:
     loader = pickle.Unpickler(io.BytesIO(content))
     loader.persistent_load = found  # type: ignore[method-assign]
     return loader.load()
-
-
-def given_containers(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The lists, dicts and objects among arguments that are taken apart, see `trees`, and their paths: the model may
-    fill them.
-    """
-    named = [*((f"positional argument {i}", value) for i, value in enumerate(args)), *_named(kwargs)]
-    return [(path, value) for path, value in named if children_of(value) is not None]
-
-
-def _named(kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    return [(f"argument {name}", value) for name, value in kwargs.items()]
-
-
-def walk_through(containers: Sequence[tuple[str, Any]], names: Set[str]) -> Walk:
-    """Everything behind containers among the arguments that code with these names may read or set."""
-    walk = Walk(names, {}, lambda module: None)
-    for path, value in containers:
-        walk.follow(value, path)
-    return walk
 
 
 class _Pickler(pickle.Pickler):
@@ -372,8 +370,8 @@ def effects_of(
         CaptureError: a value that cannot be made again.
     """
     numbers, file = _Numbers(before, given), io.BytesIO()
-    named = [("a tensor's " + ", ".join(content), [tensor, content]) for tensor, content in marked]
-    for what, value in [*((", ".join(paths), content) for _, content, paths in sets), *named]:
+    on_tensors = [("a tensor's " + ", ".join(content), [tensor, content]) for tensor, content in marked]
+    for what, value in [*((", ".join(paths), content) for _, content, paths in sets), *on_tensors]:
         try:
             tried, alone = io.BytesIO(), _Numbers(before, given)
             _Pickler(tried, alone.number).dump(value)
@@ -383,12 +381,6 @@ def effects_of(
             raise CaptureError(
                 f"{who} sets {what} to {why}, which a schedule cannot set again; return it, or set it outside the model"
             ) from error
-    for place, content, paths in sets:
-        kinds = {given.get(id(value), ("",))[0] for value in content.values()} if isinstance(content, dict) else set()
-        if isinstance(place.holder.held, nn.Module) and "parameter" in kinds:
-            raise CaptureError(
-                f"{who} registers a parameter again, by setting {', '.join(paths)}; register it in __init__"
-            )
     _Pickler(file, numbers.number).dump(([content for _, content, _ in sets], [*marked]))
     at = tuple((place.key, tuple(content) if isinstance(content, dict) else ()) for place, content, _ in sets)
     among = before.among_arguments
@@ -396,6 +388,6 @@ def effects_of(
     refs, tensors = tuple(numbers.refs), tuple(numbers.tensors)
     keys = {*(key for key, _ in at), *(ref.key for ref in refs if ref.at_place)}
     held = {place.key: place.holder for place in before.walks[0].places if place.key in keys}
-    given_names = (given[id(tensor)] for tensor, _ in marked if id(tensor) in given)
-    marks = frozenset(key for kind, key in given_names if kind in ("parameter", "buffer"))
+    named = [(given.get(id(tensor), ("", "")), tuple(content)) for tensor, content in marked]
+    marks = {key: names for (kind, key), names in named if kind in ("parameter", "buffer")}
     return Effects(file.getvalue(), at, refs, tensors, marks, bool(keys & among), not own, held)

@@ -221,6 +221,13 @@ class Items(Holder):
             self.kind.extend(self.held, then)
 
 
+class Queued(Items):
+    """The items of a queue, for which another thread may wait."""
+
+    compared = False
+    drawn = True
+
+
 class Members(Holder):
     """The members of a set."""
 

@@ -13,17 +13,21 @@ import functools
 import itertools
 import operator
 import pickle
+import queue
 import random
 import sys
 import sysconfig
+import threading
 import types
-from collections.abc import Callable, Iterator, Set
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from .holders import (
     Attributes,
@@ -37,6 +41,7 @@ from .holders import (
     Items,
     Members,
     Parts,
+    Queued,
     ReadOnlyEntries,
     Slots,
     Variable,
@@ -157,6 +162,30 @@ def class_holders(value: type, names: Set[str]) -> list[Holder]:
     return [Variables(base, vars(base), f"{base.__module__}.{base.__qualname__}", names) for base in own]
 
 
+def holders_of_tensor(tensor: torch.Tensor, names: Set[str]) -> list[Holder]:
+    """The attributes of a parameter or buffer, and of its class; none where those are PyTorch's own, or the tensors
+    that it consists of.
+    """
+    if isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor):
+        return []
+    return [Attributes(tensor, vars(tensor)), *class_holders(type(tensor), names)]
+
+
+def has_gradient(buffer: torch.Tensor) -> bool:
+    """Whether a buffer has a ``.grad``, or may get one from autograd."""
+    return buffer.requires_grad or buffer.grad is not None
+
+
+class BufferGradients(Holder):
+    """Which buffers of a module have a gradient or may get one; libraries gather in ``.grad`` what they add later."""
+
+    def contents(self, names: Set[str]) -> Mapping[Any, Any]:
+        return {}
+
+    def flat(self) -> tuple[Any, ...]:
+        return tuple(has_gradient(buffer) for buffer in self.held.values() if buffer is not None)
+
+
 def _generator_state(generator: Any) -> Any:
     frame = generator.gi_frame
     return None if frame is None else (frame.f_lasti, {name: repr(value) for name, value in frame.f_locals.items()})
@@ -192,6 +221,10 @@ _KINDS: list[tuple[Any, Callable[[Any], Holder]]] = [
     (functools._lru_cache_wrapper, lambda it: Cache(it, it.__wrapped__)),
     (types.CellType, Variable),
     (types.MappingProxyType, ReadOnlyEntries),
+    ((weakref.WeakKeyDictionary, weakref.WeakValueDictionary), lambda it: Entries(it.data)),
+    (weakref.WeakSet, lambda it: Members(it.data)),
+    (queue.Queue, lambda it: Queued(it.queue)),
+    (threading.local, lambda it: Attributes(it, it.__dict__)),  # of the thread that captures
     (contextvars.ContextVar, Context),
     (itertools.count, lambda it: Drawn(it, lambda: repr(it))),
     (types.GeneratorType, lambda it: Drawn(it, lambda: _generator_state(it))),

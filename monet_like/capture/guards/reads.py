@@ -6,10 +6,11 @@ arguments. `Reads.change` says before every step whether all values behind these
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import re
 import weakref
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -18,12 +19,11 @@ import torch
 from torch import nn
 
 from .holders import Attributes, Entries, Holder, Items, Slots, Variable, Variables, same_objects
-from .objects import class_holders
+from .objects import BufferGradients, class_holders, holders_of_tensor
 from .settings import SETTINGS, settings_now
 from .traversal import Place, Same, Walk, form_of_plain
 
 MEMBERS = ("_parameters", "_buffers", "_modules")
-_PLAIN_TENSORS = frozenset({torch.Tensor, nn.Parameter, nn.Buffer})
 _ABSENT = object()
 
 
@@ -53,6 +53,7 @@ class Roots:
         parts: names of the modules in which the forward puts others.
         used: tensors that an operator takes; None: all.
         marked: names of parameters and buffers on which the forward sets attributes.
+        held: paths of modules' attributes that were one tensor with an input, and the number of that.
         set_again: paths of what the forward sets, which is no other one when the backward reads it.
     """
 
@@ -68,6 +69,7 @@ class Roots:
     used: Container[Any] | None = None
     set_again: tuple[str, ...] = ()
     marked: Set[str] = frozenset()
+    held: Set[tuple[str, int]] = frozenset()
 
     def walk(self, model: nn.Module) -> Walk:
         """Follow all places to the values behind them, as they are now."""
@@ -87,8 +89,13 @@ class Roots:
             for kind in MEMBERS[:2]:  # attributes of tensors, such as ``self.weight.scale``
                 for member, tensor in module.__dict__[kind].items():
                     marked = f"{name}.{member}".lstrip(".") in self.marked
-                    if type(tensor) in _PLAIN_TENSORS and (marked or not self.names.isdisjoint(vars(tensor))):
-                        walk.add(Attributes(tensor, vars(tensor)), f"{path}.{member}")
+                    for holder in holders_of_tensor(tensor, self.names) if tensor is not None else ():
+                        if marked or holder.contents(self.names):
+                            walk.add(holder, f"{path}.{member}")
+            if "grad" in self.names and module._buffers:
+                gradients = BufferGradients(module._buffers)
+                walk.add(gradients, f"{path}.<buffers>.grad")
+                walk.forms[f"{path}.<buffers>.grad"] = gradients.flat()
             for attribute in self.absent.get(name, ()):
                 members = (module.__dict__, *(module.__dict__[kind] for kind in MEMBERS))
                 walk.forms[f"{path}.{attribute}"] = any(attribute in found for found in members)
@@ -138,6 +145,11 @@ class Reads:
         self._known = forms is None or forms == walk.forms
         self._settings = tuple(self.forms[name] for name in SETTINGS)
 
+    @property
+    def has_late(self) -> bool:
+        """Whether Python code that runs in the backward may read some of them."""
+        return bool(self._late.paths)
+
     def of(self, model: nn.Module) -> Reads:
         """The same values of another model, such as a copy."""
         return self if self.model() is model else Reads(self.roots, model, self.forms)
@@ -149,9 +161,17 @@ class Reads:
             return next(change for change in changes if change.before != change.after)
         return self._change(self._all, self.forms)
 
+    def holds_others(self, inputs: Sequence[torch.Tensor]) -> bool:
+        """Whether other attributes than in the trace are one tensor with an input, of which a forward may ask."""
+        return self._all.holding(inputs) != self.roots.held
+
     def late_change(self) -> Change | None:
         """The first value that the backward reads and that changed; None if none did."""
         return self._change(self._late, self._late.paths)
+
+    def as_then(self) -> contextlib.AbstractContextManager[None]:
+        """Have the values be those of the capture, for a forward that is repeated."""
+        return self._all.as_then()
 
     def _change(self, compared: _Compared, paths: Iterable[str]) -> Change | None:
         found = compared.look()
@@ -184,12 +204,15 @@ class _Compared:
     def __init__(self, places: Sequence[Place], names: Set[str], has: Callable[[Place, Any], bool]) -> None:
         self.paths: dict[str, None] = {}
         self._attributes: list[tuple[Callable[[Any], tuple[Any, ...]], Any]] = []
+        self._holders: list[tuple[Attributes, list[str], int]] = []  # of these, and where their values begin
         self._values: list[Any] = []  # of these attributes, one after the other
         self._value_paths: list[str] = []
         self._mappings: list[Any] = []
         self._names: list[list[str]] = []  # of all attributes in each of these mappings
         self._weak: list[tuple[Any, str, Same]] = []
+        self._tensors: list[tuple[Any, str, str]] = []  # mapping, label and path of those of them that are tensors
         self._empty: list[Any] = []
+        self._emptied: list[Holder] = []  # of these
         self._others: list[tuple[Holder, tuple[Any, ...]]] = []
         for place in places:
             if not isinstance(place.holder, Attributes) and not has(place, None):
@@ -202,6 +225,7 @@ class _Compared:
                 self._add_attributes(place.holder, place.path, labels)
             elif place.holder.compared and isinstance(place.holder, Entries | Items) and not place.holder.held:
                 self._empty.append(place.holder.held)
+                self._emptied.append(place.holder)
             elif place.holder.compared:
                 self._others.append((place.holder, tuple(map(_kept, place.holder.flat()))))
 
@@ -209,9 +233,12 @@ class _Compared:
         mapping = holder.mapping
         strong = [label for label in labels if not isinstance(mapping[label], torch.Tensor | nn.Module)]
         self._weak += [(mapping, label, Same(mapping[label])) for label in labels if label not in strong]
+        tensors = (label for label in labels if isinstance(mapping[label], torch.Tensor))
+        self._tensors += [(mapping, label, holder.part(path, label)) for label in tensors]
         if strong:
             get = itemgetter(*strong) if len(strong) > 1 else itemgetter(*strong, *strong)
             self._attributes.append((get, mapping))
+            self._holders.append((_unowned(holder), strong, len(self._values)))
             self._values += get(mapping)
             self._value_paths += [holder.part(path, label) for label in strong] * (2 if len(strong) == 1 else 1)
         if not (isinstance(holder, Variables) and isinstance(holder.held, dict)):
@@ -242,6 +269,32 @@ class _Compared:
             return False
         return all(map(_as_before, self._others))
 
+    def holding(self, inputs: Sequence[torch.Tensor]) -> Set[tuple[str, int]]:
+        """See `Roots.held`, of a call with these inputs."""
+        if not self._tensors:
+            return frozenset()
+        numbers = {id(tensor): number for number, tensor in reversed([*enumerate(inputs)])}
+        there = ((path, numbers.get(id(mapping.get(label)))) for mapping, label, path in self._tensors)
+        return {(path, number) for path, number in there if number is not None}
+
+    @contextlib.contextmanager
+    def as_then(self) -> Iterator[None]:
+        """Have the contents be those of the creation, as far as these are alive."""
+        with contextlib.ExitStack() as stack:
+            for holder, labels, start in self._holders:
+                then = dict(zip(labels, self._values[start:], strict=False))
+                _exchange(stack, holder, {**holder.now(), **then})
+            for mapping, label, same in self._weak:
+                if (tensor := same.of()) is not None and mapping.get(label) is not tensor:
+                    stack.callback(mapping.__setitem__, label, mapping[label]) if label in mapping else None
+                    mapping[label] = tensor
+            for emptied in self._emptied:
+                _exchange(stack, emptied, ())
+            for other, values in self._others:
+                kept = tuple(value.of() if isinstance(value, Same) else value for value in values)
+                _exchange(stack, other, dict(zip(other.slots, kept, strict=True)) if isinstance(other, Slots) else kept)
+            yield
+
 
 class _Unowned(Attributes):
     """The attributes of a module or a tensor that is not kept alive: they are in a dict of their own."""
@@ -255,7 +308,13 @@ class _Unowned(Attributes):
         self._of = weakref.ref(held)
 
 
-def _unowned(holder: Holder) -> Holder:
+def _exchange(stack: contextlib.ExitStack, holder: Holder, then: Any) -> None:
+    """Have a holder's contents be ``then``, until the stack ends."""
+    stack.callback(holder.put_back, holder.copy())
+    holder.put_back(then)
+
+
+def _unowned(holder: Holder) -> Any:
     """To set something there later; tensors and modules are not kept alive."""
     if type(holder) is Attributes and isinstance(holder.held, torch.Tensor | nn.Module):
         return _Unowned(holder.held, holder.mapping, holder.own_path, holder.only)

@@ -6,23 +6,22 @@ What they set is put back afterwards; what the forward sets becomes `Effects`, w
 from __future__ import annotations
 
 import contextlib
-import inspect
 import sys
 import threading
 import types
-from collections.abc import Container, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ...errors import CaptureError
-from .code import Untraced, calls_trace, names_read, words
-from .effects import Assigned, Before, Effects, effects_of, walk_through
+from .code import TRACING, Untraced, calls_trace, importing, names_read, words
+from .containers import walk_through
+from .effects import Assigned, Before, Effects, effects_of
 from .holders import ABSENT, Attributes, Entries, Gradient, Variables
-from .objects import class_holders, is_library
+from .objects import class_holders, holders_of_tensor, is_library
 from .reads import MEMBERS, Reads, Roots
 from .traversal import Place, Walk, form_of_plain
 
@@ -31,9 +30,6 @@ _NOT_READ = frozenset(
     {*MEMBERS, "training", "_non_persistent_buffers_set", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"}
     | {"_forward_pre_hooks_with_kwargs", "_is_full_backward_hook", "_flat_weights", "_flat_weight_refs", "__class__"}
 )
-
-#: The modules that call the model in a trace. They import this one, so it knows them by name.
-_TRACING = frozenset({f"monet_like.capture.trace.{name}" for name in ("flat_module", "joint", "answers")})
 
 #: Where a forward sees to it that Python code runs in its backward; or else that is not traced, which is slow.
 _FOR_BACKWARD = frozenset({"torch.autograd.function", "torch.autograd.graph", "torch.utils.checkpoint"})
@@ -65,6 +61,7 @@ class Recorder:
         self.others: dict[int, tuple[nn.Module, set[str]]] = {}
         self.variables: dict[int, tuple[dict[str, Any], str, set[str], set[str]]] = {}  # the last: those that are read
         self.in_backward = self._python_in_backward = False
+        self.held: set[tuple[str, int]] = set()  # see `Roots`
         self._codes: dict[int, types.CodeType] = {}  # entered, by identity
         self._entered: set[int] = set()  # of the code objects entered in this forward, or in this backward
         self._attributes_read: dict[int, set[str]] = {}  # likewise, by identity of a module
@@ -83,8 +80,8 @@ class Recorder:
             self._walk.add(Entries(module._modules), f"{self._path(module)}._modules")
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None:
-                    if not isinstance(tensor, FakeTensor):  # whose attributes are PyTorch's own
-                        self._walk.add(Attributes(tensor, vars(tensor)), f"{self._path(module)}.{name}")
+                    for holder in holders_of_tensor(tensor, self.names):
+                        self._walk.add(holder, f"{self._path(module)}.{name}")
                     self._walk.add(Gradient(tensor), f"{self._path(module)}.{name}")
         for position, argument in enumerate(self.arguments):
             self._walk.follow(argument, f"argument {position}")
@@ -102,7 +99,7 @@ class Recorder:
             nn.Module.__getattribute__ = self._before  # type: ignore[method-assign]
         self._put_back()
 
-    def found(self, used: Container[Any], effects: Effects | None) -> tuple[Reads, Effects | None]:
+    def found(self, used: Collection[Any], effects: Effects | None) -> tuple[Reads, Effects | None]:
         """The guards of the trace, to be compared before every step, and what its forward sets at their places; call it
         after leaving.
 
@@ -111,6 +108,7 @@ class Recorder:
         """
         roots = self._roots(used)
         if effects is not None:
+            effects.check_apart([*used, *self.model.parameters(), *self.model.buffers()])
             effects = effects.found_in(roots.walk(self.model))
             roots = replace(roots, set_again=effects.paths)
         return Reads(roots, self.model), effects
@@ -120,7 +118,7 @@ class Recorder:
             frozenset(self._read_names), self.attributes, self.absent, self.others,
             tuple((mapping, name, frozenset(read)) for mapping, name, _, read in self.variables.values()),
             self.arguments, frozenset(self.late_names), self.late_attributes, frozenset(self._parts), used, (),
-            self.effects.marks if self.effects is not None else frozenset(),
+            frozenset(self.effects.marks) if self.effects is not None else frozenset(), frozenset(self.held),
         )  # fmt: skip
 
     def begin(self) -> None:
@@ -199,10 +197,13 @@ class Recorder:
                 continue
             if place.holder.drawn:
                 raise CaptureError(
-                    f"{who} draws from {place.path}, and a schedule would not; draw outside the model, and pass the "
-                    "number as an argument"
+                    f"{who} draws from {place.path}, or adds to it, and a schedule would not; do it outside "
+                    "the model, and pass the number as an argument"
                 )
             content = place.holder.difference(copy)
+            if isinstance(held, torch.Tensor):
+                self.marked.append((held, content))
+                continue
             if isinstance(held, nn.Module):
                 content = {name: value for name, value in content.items() if name not in own}
             if id(held) in names:
@@ -222,6 +223,8 @@ class Recorder:
         self.in_backward = backward
         self._entered.clear()
         self._attributes_read.clear()
+        if not backward:
+            self.marked = []
 
     def check_backward(self) -> None:
         """Whether hooks and custom functions have set nothing in the backward.
@@ -292,7 +295,7 @@ class Recorder:
             found = self.attributes.setdefault(name, set())
             if self.in_backward:
                 self.late_attributes.setdefault(name, set()).add(attribute)
-        elif type(module).__module__ in _TRACING:
+        elif type(module).__module__ in TRACING:
             return
         else:
             found = self.others.setdefault(id(module), (module, set()))[1]
@@ -343,7 +346,7 @@ class Recorder:
 
     def _new_code(self, frame: types.FrameType, code: types.CodeType) -> None:
         python_module = frame.f_globals.get("__name__")
-        if not is_library(python_module) and (_importing(frame) or calls_trace(frame)):
+        if not is_library(python_module) and (importing(frame) or calls_trace(frame)):
             return
         self._codes[id(code)] = code
         self._entered.add(id(code))
@@ -354,7 +357,7 @@ class Recorder:
         names, read = {*code.co_names, *own}, names_read(code)
         self._read_names |= read | own
         if self.in_backward:
-            self.late_names |= names
+            self.late_names |= names - {code.co_name}
         known = self.variables.get(id(frame.f_globals))
         if known is None:
             known = self.variables[id(frame.f_globals)] = (frame.f_globals, str(python_module), set(), set())
@@ -394,12 +397,3 @@ def _set_by_pytorch(module: Any) -> set[str]:
     hooks = vars(module)["_forward_pre_hooks"].values()
     found = {getattr(hook, "name", None) or getattr(hook, "_tensor_name", None) or "" for hook in hooks}
     return found | ({"_flat_weights", "_flat_weight_refs"} if isinstance(module, nn.RNNBase) else set())
-
-
-def _importing(frame: types.FrameType | None) -> bool:
-    """Whether a Python module or a class is being made, which happens once and is not undone."""
-    while frame is not None and frame.f_globals.get("__name__") not in _TRACING:
-        if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # no function's
-            return True
-        frame = frame.f_back
-    return False

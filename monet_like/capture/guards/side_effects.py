@@ -7,7 +7,8 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +19,9 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...errors import CaptureError
-from ..trace.alone import in_this_thread
+from ..held_tensors import is_outside, memory_of
+from ..replaced import replaced
+from ..trace.alone import in_this_thread, is_only_thread
 
 #: The generator around a checkpointed function, by its name in PyTorch 2.14 and in earlier ones.
 _CHECKPOINTING = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
@@ -37,11 +40,14 @@ def keeping_tensors(model: nn.Module) -> Iterator[None]:
         for name, module, tensors in before:
             now = _tensors(module)
             for member in {**tensors, **now}:
-                if tensors.get(member) is not now.get(member):
+                if not is_again(tensors.get(member), now.get(member)):
+                    who, what = f"{type(model).__name__}.forward", f"{name}.{member}".lstrip(".")
+                    if member not in tensors:
+                        raise CaptureError(f"{who} registers {what}, and a schedule cannot; register it in __init__")
                     raise CaptureError(
-                        f"{type(model).__name__}.forward assigns {f'{name}.{member}'.lstrip('.')}, and a schedule "
-                        f"cannot; write into the tensor that is there (self.{member}.copy_(...)), or plan the parts "
-                        "that do not assign it: auto_schedule(model, blocks=[...])"
+                        f"{who} assigns {what}, and a schedule cannot; write into the tensor that is there "
+                        f"(self.{member}.copy_(...)), or plan the parts that do not assign it: auto_schedule(model, "
+                        "blocks=[...])"
                     )
     finally:
         for _, module, tensors in before:
@@ -53,30 +59,34 @@ def keeping_tensors(model: nn.Module) -> Iterator[None]:
                         del members[member]
 
 
+def is_again(own: torch.Tensor | None, now: torch.Tensor | None) -> bool:
+    """Whether a parameter or buffer is what it was: the same object, or, of a frozen one, another with its memory."""
+    if own is None or now is None or own is now or own.requires_grad or now.requires_grad:
+        return own is now
+    return type(own) is type(now) and is_outside(now) and memory_of(own) == memory_of(now)
+
+
 def _tensors(module: nn.Module) -> dict[str, torch.Tensor | None]:
     return {**module._parameters, **module._buffers}
 
 
 @contextlib.contextmanager
-def checkpoints_checked(model: nn.Module, again: Callable[[Callable[..., Any]], Any]) -> Iterator[None]:
+def checkpoints_checked(model: nn.Module) -> Iterator[None]:
     """Refuse ``torch.utils.checkpoint`` around what changes buffers: plain PyTorch does it again in the backward, a
     schedule not.
 
-    Args:
-        again: from a checkpointed function to what calls it in the backward, and to what is to be called after the
-            forward.
+    A trace runs the function once: hooks on saved tensors, which run it again, are off there.
 
     Raises:
         CaptureError: a checkpointed function changes a buffer, such as the running statistics of a batch norm.
     """
     name = next(name for name in _CHECKPOINTING if hasattr(checkpoint, name))
     own = getattr(checkpoint, name)
+    traced = [(name, buffer) for name, buffer in model.named_buffers() if isinstance(buffer, FunctionalTensor)]
 
     def checked(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[Any]:
-        before, calls = _changes_of_buffers(model), _calls()
-        function, ended = again(function)
+        before, calls = _changes_of(traced), _calls()
         yield from own(function, *args, **kwargs)
-        ended()
         keeps = kwargs.get("preserve_rng_state", args[:1] != (False,))  # by position before PyTorch 2.14
         if not keeps and any(map(_draws, _calls()[len(calls) :])):
             raise CaptureError(
@@ -84,7 +94,7 @@ def checkpoints_checked(model: nn.Module, again: Callable[[Callable[..., Any]], 
                 f"draws others when the function runs again in the backward, and a schedule does not. Leave "
                 f"checkpointing out of {type(model).__name__}"
             )
-        now = _changes_of_buffers(model)
+        now = _changes_of(traced)
         changed = [buffer for buffer, count in now.items() if count != before.get(buffer)]
         if changed:
             raise CaptureError(
@@ -93,14 +103,36 @@ def checkpoints_checked(model: nn.Module, again: Callable[[Callable[..., Any]], 
                 f"{type(model).__name__}: what runs again is what the schedule says"
             )
 
-    setattr(checkpoint, name, in_this_thread(checked, own))
-    reentrant = checkpoint.CheckpointFunction.apply
-    checkpoint.CheckpointFunction.apply = in_this_thread(_without_reentrance, reentrant)
-    try:
+    reentrant = in_this_thread(_without_reentrance, checkpoint.CheckpointFunction.apply)
+    with (
+        replaced(checkpoint, **{name: in_this_thread(checked, own)}),
+        replaced(checkpoint.CheckpointFunction, apply=reentrant),
+    ):
         yield
-    finally:
-        setattr(checkpoint, name, own)
-        checkpoint.CheckpointFunction.apply = reentrant
+
+
+def saved_as_they_are() -> contextlib.AbstractContextManager[None]:
+    """Refuse a forward with hooks of its own on saved tensors, which a trace does not call.
+
+    PyTorch's own, as of checkpoints and ``save_on_cpu``, return what they are given, and a schedule decides what is
+    kept and where.
+
+    Raises:
+        CaptureError: such hooks are entered.
+    """
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    own = hooks.__enter__
+
+    def checked(entered: torch.autograd.graph.saved_tensors_hooks) -> None:
+        if not str(getattr(entered.pack_hook, "__module__", None)).startswith("torch."):
+            raise CaptureError(
+                "the forward has hooks of its own on saved tensors (torch.autograd.graph.saved_tensors_hooks), and a "
+                "schedule, which decides what is saved, would not call them; enter them around the call of the model, "
+                "or take them off"
+            )
+        own(entered)
+
+    return replaced(hooks, __enter__=in_this_thread(checked, own))
 
 
 def _without_reentrance(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
@@ -124,46 +156,101 @@ def _draws(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
-def _changes_of_buffers(model: nn.Module) -> dict[str, int]:
+def _changes_of(buffers: Sequence[tuple[str, FunctionalTensor]]) -> dict[str, int]:
     """How often each buffer has been written in this trace."""
-    traced = [(name, buffer) for name, buffer in model.named_buffers() if isinstance(buffer, FunctionalTensor)]
-    return {name: torch._functionalize_mutation_counter(buffer.elem) for name, buffer in traced}
+    return {name: torch._functionalize_mutation_counter(buffer.elem) for name, buffer in buffers}
 
 
-@contextlib.contextmanager
-def keeping_generators(who: str) -> Iterator[None]:
-    """Refuse code that seeds a random generator of Python, NumPy or PyTorch, or draws from one of the first two.
+class OthersMayDraw(BaseException):
+    """Ends a trace in which a random generator has changed while other threads run: it is made again, watched.
 
-    Args:
-        who: does it, for the message.
-
-    Raises:
-        CaptureError: they are: then every step of a schedule would have the numbers of the trace.
+    No ``Exception``, because a forward may catch these.
     """
-    before = [(what, state, state()) for what, state in _generators()]
-    with _generator_unset(who):
-        yield
-    for what, state, then in before:
-        if state() != then:
-            raise _refused(who, what)
+
+
+class Generators:
+    """The random generators of Python, NumPy and PyTorch, while a model is traced.
+
+    Their states tell whether code seeds one, or draws from the first two; or another thread does. So where others run,
+    a change counts from a second trace on, in which Python tells which functions this thread calls. It does not tell of
+    NumPy's, whose changes count if they come in each of some traces.
+    """
+
+    def __init__(self) -> None:
+        self._states = {each: each.state() for each in _generators()}  # before the first trace
+        self._traces = 0  # that were ended
+
+    @contextlib.contextmanager
+    def kept(self, who: str) -> Iterator[None]:
+        """Refuse code that seeds a generator, or draws from Python's or NumPy's; that is restored.
+
+        Args:
+            who: does it, for the message.
+
+        Raises:
+            CaptureError: it does: then every step of a schedule would have the numbers of the trace.
+            OthersMayDraw: it is to be traced again.
+        """
+        then = {each: each.form(each.state()) for each in _generators()}
+        called, profiler, ended = set[str](), sys.getprofile(), False
+        if self._traces:
+            sys.setprofile(_noting_draws(called))
+        try:
+            with _generator_unset(who):
+                yield
+        except OthersMayDraw:
+            ended = True
+            raise
+        finally:
+            if self._traces:
+                sys.setprofile(profiler)
+            changed = [each for each, form in then.items() if not ended and each.form(each.state()) != form]
+            certain = [each for each in then if each.name in called]
+            if changed and not certain and not is_only_thread():
+                if self._traces < (_MOST_TRACES if _NUMPY in changed else 1):
+                    self._traces += 1
+                    raise OthersMayDraw
+                changed = [each for each in changed if each is _NUMPY]
+            changed = certain or changed  # where a seed is set again, the state is the same
+            for each in changed:
+                each.restore(self._states.get(each, each.state()))
+        for each in changed:
+            raise _refused(who, each.what)
+
+
+def _noting_draws(called: set[str]) -> Callable[[Any, str, Any], None]:
+    """A function for ``sys.setprofile``: notes which generators its thread changes by their own methods."""
+    names = {id(getattr(random, "_inst", None)): _PYTHON.name, id(torch.default_generator): _TORCH.name}
+
+    def noting(frame: Any, event: str, function: Any) -> None:
+        name = names.get(id(getattr(function, "__self__", None))) if event == "c_call" else None
+        if name is not None and not function.__name__.startswith(("getstate", "get_state", "initial", "clone")):
+            called.add(name)
+
+    return noting
 
 
 @contextlib.contextmanager
-def generators_restored(device: torch.device) -> Iterator[None]:
+def generators_restored(device: torch.device, *, if_alone: bool = False) -> Iterator[None]:
     """Context after which the random generators of Python, NumPy and PyTorch are as they were, whatever is raised.
 
     Args:
         device: whose generator of PyTorch is meant, beside the CPU's.
+        if_alone: what other threads draw meanwhile is not undone, unless an error is raised: for code whose parts
+            restore the generators from which they draw.
     """
-    python, of_numpy = random.getstate(), sys.modules.get("numpy.random")
-    numpy: Any = None if of_numpy is None else of_numpy.get_state()
+    cuda = [device] if device.type == "cuda" else []
+    before = [(each, each.state()) for each in _generators()], [torch.cuda.get_rng_state(one) for one in cuda]
+    ended = False
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            yield
+        yield
+        ended = True
     finally:
-        random.setstate(python)
-        if of_numpy is not None:
-            of_numpy.set_state(numpy)
+        if not (ended and if_alone) or is_only_thread():
+            for each, state in before[0]:
+                each.restore(state)
+            for one, state in zip(cuda, before[1], strict=True):
+                torch.cuda.set_rng_state(state, one)
 
 
 def _refused(who: str, what: str) -> CaptureError:
@@ -181,29 +268,54 @@ def _generator_unset(who: str) -> Iterator[None]:
     def refuse(*_: Any, **__: Any) -> None:
         raise _refused(who, "sets the state of PyTorch's random generator")
 
-    own = torch.random.set_rng_state
-    torch.random.set_rng_state = torch.set_rng_state = in_this_thread(refuse, own)
-    try:
+    refusing = in_this_thread(refuse, torch.random.set_rng_state)
+    with replaced(torch.random, set_rng_state=refusing), replaced(torch, set_rng_state=refusing):
         yield
-    finally:
-        torch.random.set_rng_state = torch.set_rng_state = own
 
 
-def _generators() -> Iterator[tuple[str, Callable[[], object]]]:
-    """The methods that change the state of each kind of generator, and how to read that state."""
-    yield "seeds PyTorch's random generator", _torch_state
-    yield "draws Python's random numbers", random.getstate
-    if "numpy" in sys.modules:
-        yield "draws NumPy's random numbers", _numpy_state
+@dataclass(frozen=True, eq=False)
+class _Generator:
+    """A kind of generator.
 
+    Attributes:
+        what: the methods that change its state.
+        state, restore: read the state, and set it.
+        form: a state, to be compared.
+    """
 
-def _numpy_state() -> object:
-    state: Any = sys.modules["numpy"].random.get_state()
-    # The words of the Mersenne twister as bytes: as text they would take milliseconds. Other generators' states are
-    # dicts.
-    return (state[0], state[1].tobytes(), *state[2:]) if isinstance(state, tuple) else repr(state)
+    name: str
+    what: str
+    state: Callable[[], Any]
+    restore: Callable[[Any], object]
+    form: Callable[[Any], object] = lambda state: state
 
 
 def _torch_state() -> bytes:
     with _disable_current_modes():
         return torch.get_rng_state().numpy().tobytes()
+
+
+def _set_torch_state(state: bytes) -> None:
+    with _disable_current_modes():
+        torch.default_generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+def _numpy_form(state: Any) -> object:
+    # The words of the Mersenne twister as bytes: as text they would take milliseconds. Other generators' states are
+    # dicts.
+    return (state[0], state[1].tobytes(), *state[2:]) if isinstance(state, tuple) else repr(state)
+
+
+_TORCH = _Generator("torch", "seeds PyTorch's random generator", _torch_state, _set_torch_state)
+_PYTHON = _Generator("python", "draws Python's random numbers", random.getstate, random.setstate)
+_NUMPY = _Generator(
+    "numpy", "draws NumPy's random numbers", lambda: sys.modules["numpy"].random.get_state(),
+    lambda state: sys.modules["numpy"].random.set_state(state), _numpy_form,
+)  # fmt: skip
+#: Traces that are ended because NumPy's generator has changed.
+_MOST_TRACES = 3
+
+
+def _generators() -> list[_Generator]:
+    """Those that there are."""
+    return [_TORCH, _PYTHON, *([_NUMPY] if "numpy" in sys.modules else [])]

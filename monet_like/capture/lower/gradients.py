@@ -11,8 +11,7 @@ from torch import fx
 
 from ...ir.program import Call, Ref
 from ..captured import Tensor, contiguous_strides
-from ..trace.flat_module import FlatModule
-from .values import Values, args_of, empty_call
+from .values import Values, empty_call
 
 
 def collect_gradients(
@@ -100,27 +99,3 @@ def delayable_slots(lowering: Values, gradients: Sequence[tuple[int, Tensor]]) -
         for index, tensor in gradients
         if uses[index] == 1 and tensor.value not in fixed and len(lowering.slots[writer[tensor.value]].writes) == 1
     }
-
-
-def adds_up_per_name(graph: fx.Graph, flat: FlatModule) -> bool:
-    """Whether the graph adds up, or casts, the gradients of a parameter with several names under each name separately.
-
-    Plain PyTorch adds up the gradients of all its uses in the order in which they come. Sums by name have another
-    order, unless each name is used once. Where autocast casts the parameter once, plain PyTorch adds them before the
-    cast back.
-    """
-    output = next(iter(reversed(graph.nodes)))
-    found: dict[int, list[fx.Node]] = {}
-    for node, desc in zip(args_of(output)[0], output.meta["desc"], strict=True):
-        if node is not None and type(desc).__name__ == "GradAOTOutput" and hasattr(desc.grad_of, "target"):
-            _, parameter = flat.tensor(desc.grad_of.target)
-            found.setdefault(id(parameter), []).append(_viewed_node(node))
-    apart = (torch.ops.aten.add.Tensor, torch.ops.aten._to_copy.default)
-    return any(len(nodes) > 1 and any(node.target in apart for node in nodes) for nodes in found.values())
-
-
-def _viewed_node(node: fx.Node) -> fx.Node:
-    """The node that a chain of views begins with."""
-    while getattr(node.target, "is_view", False):
-        node = node.all_input_nodes[0]
-    return node

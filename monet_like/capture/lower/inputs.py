@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -11,7 +12,7 @@ from torch import fx
 from ...errors import CaptureError
 from ..captured import TensorMeta
 from ..constants import constant_name
-from ..trace.flat_module import HELD
+from ..trace.flat_module import HELD, FlatModule
 from ..trace.graph_edits import replace_uses
 from .values import NodeResult, Values, args_of, storage_of
 
@@ -43,6 +44,11 @@ def add_placeholder(lowering: Values, node: fx.Node) -> None:
         lowering.unread_tangents[node] = position
     elif kind == "TangentAOTInput":
         _add_tangent_of_changed(lowering, node, desc.output)
+    elif kind == "ViewBaseAOTInput":
+        raise CaptureError(
+            f"{type(lowering.flat.model).__name__}.forward changes a tensor in place that shares its memory with "
+            "another input, buffer or parameter of this call; give a clone"
+        )
     else:
         raise CaptureError(f"the traced graph has an input of a kind that is not supported: {desc}")
 
@@ -80,6 +86,14 @@ def _without_tangent(node: fx.Node) -> bool:
         replace_uses(user, cast(fx.Node, other))
         user.graph.erase_node(user)
     return True
+
+
+def changes_one_given_twice(graph: fx.Graph, flat: FlatModule, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether a traced forward changes in place a tensor that was given several times, and is several in the trace."""
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    changed = (getattr(desc, "mutated_input", None) for desc in output.meta["desc"])
+    inputs = (tensors[cast(Any, desc).idx] for desc in changed if type(desc).__name__ == "PlainAOTInput")
+    return any(not flat.is_one(tensor) and sum(tensor is other for other in tensors) > 1 for tensor in inputs)
 
 
 def lay_out_tangent(lowering: Values, node: fx.Node, position: int) -> None:
@@ -169,16 +183,19 @@ def add_attribute(lowering: Values, node: fx.Node) -> None:
     if node.target in lowering.attributes:
         lowering.nodes[node] = lowering.nodes[lowering.attributes[str(node.target)]]
         return
-    if id(tensor) in lowering.named:  # the backward reads it, by a checkpoint or a custom function, as the forward does
+    learned = isinstance(tensor, torch.Tensor) and tensor.requires_grad and not lowering.in_backward
+    if (
+        id(tensor) in lowering.named and not learned
+    ):  # the backward reads it, by a checkpoint or a custom function, as the forward does
         lowering.nodes[node] = lowering.named[id(tensor)][1]
         return
     if not isinstance(tensor, torch.Tensor):
         raise CaptureError(_foreign(lowering.flat.model, tensor))
-    if tensor.requires_grad and not lowering.in_backward:
+    if learned:
         raise CaptureError(
-            f"{type(lowering.flat.model).__name__}.forward reads a {type(tensor).__name__} that is not registered and "
-            "requires a gradient; register it: nn.Parameter as an attribute, nn.ModuleList or nn.ParameterList in "
-            "place of a list"
+            f"{type(lowering.flat.model).__name__}.forward reads a tensor that requires a gradient, and that is not "
+            "registered, or is given to code that a trace does not see; register it: nn.Parameter as an attribute, "
+            "nn.ModuleList or nn.ParameterList in place of a list"
         )
     lowering.attributes[str(node.target)] = node
     fake = node.meta["val"]

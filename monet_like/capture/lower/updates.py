@@ -10,6 +10,7 @@ from torch import fx
 
 from ...errors import CaptureError
 from ...ir.program import Call, Ref, Task
+from ..captured import Tensor
 from .values import Values
 
 
@@ -29,9 +30,11 @@ def add_update(lowering: Values, target: Any, node: fx.Node) -> None:
     if tensor.ref == Ref(buffer):
         return  # batch-norm statistics: updated where they live
     lowering.changed.add(buffer)
+    if not tensor.calls and lowering.metas[tensor.value] == lowering.metas[buffer]:
+        lowering.contents[tensor.value] = buffer
     effect = lowering.new_state(f"{name}.update", 0)
     lowering.effects.append(effect)
-    counted = _counting_tasks(lowering, tensor.value, buffer)
+    counted = _counting_tasks(lowering, tensor.value, buffer) if tensor.value in lowering.contents else []
     if counted:  # num_batches_tracked: counted where it lives, as in eager mode
         lowering.tasks = [task for task in lowering.tasks if task not in counted]
         calls = tuple(
@@ -56,6 +59,18 @@ def _counting_tasks(lowering: Values, value: int, buffer: int) -> list[Task]:
         found.insert(0, makers[0])
         (value,) = makers[0].reads
     return found
+
+
+def in_its_place(lowering: Values, result: Tensor) -> Tensor:
+    """A result without a gradient; one that is a changed buffer or input, or a view of it, is in its memory, as in
+    plain PyTorch.
+    """
+    resident = lowering.contents.get(result.value)
+    if resident is None:
+        return result
+    before, now = Ref(result.value), Ref(resident)
+    views = (replace(call, args=tuple(now if arg == before else arg for arg in call.args)) for call in result.calls)
+    return Tensor(now if result.ref == before else result.ref, resident, tuple(views))
 
 
 def forbid_strides_over_changed(lowering: Values, graph: fx.Graph) -> None:

@@ -16,11 +16,11 @@ from torch import fx
 
 from ...errors import CaptureError
 from ...ir.program import Call, Ref, Task, Value
-from ..annotations import Mark, eager_layouts
+from ..annotations import Mark, called_in_place, eager_layouts
 from ..captured import Tensor, TensorMeta, make_task
 from ..quantised import int8_weights
 from ..trace.flat_module import FlatModule
-from ..trace.graph_edits import reaches_output, reads_others
+from ..trace.graph_edits import WRITES_OF_PARTS, is_part, reaches_output, reads_others
 
 _SKIPPED_VIEWS = frozenset({"aten.detach.default", "aten.alias.default", "aten.lift_fresh.default"})
 
@@ -67,6 +67,7 @@ class Values:
         self.constants: dict[str, torch.Tensor] = {}
         self.attributes: dict[str, fx.Node] = {}  # the first node of each tensor that is an attribute of the graph
         self.changed: set[int] = set()  # residents whose contents differ when the forward has ended
+        self.contents: dict[int, int] = {}  # values that become the contents of residents -> these
         # Inputs and incoming gradients.
         self.inputs: dict[int, int] = {}
         self.tangent_of: dict[int, int] = {}  # position of an output -> value of its incoming gradient
@@ -91,6 +92,7 @@ class Values:
         self.layers: dict[int, str] = {}
         self.in_place: set[int] = set()  # values that the model's own calls write into what they read
         self.held: set[int] = set()  # values that plain PyTorch keeps to the end of the step
+        self.made_in_part: set[fx.Node] = set()  # see `is_made_in_part`
         self.saved: set[int] = set()  # values that these calls copy first, for the backward
         self.examples: dict[int, list[tuple[Tensor, torch.Tensor]]] = {}  # see `Captured`
 
@@ -190,6 +192,19 @@ class Values:
         scaled = user.target is torch.ops.aten.mul.Tensor and args_of(user)[0] is node
         return scaled and self.values[weight].name in self.int8_weights
 
+    def is_made_in_part(self, node: fx.Node) -> bool:
+        """Whether a node computes in place in a part of a tensor: the task of the write into that part makes it."""
+        write = next(iter(node.users)) if len(node.users) == 1 else node
+        part = args_of(node)[0] if args_of(node) else None
+        if write.target not in WRITES_OF_PARTS or args_of(write)[1] is not node:
+            return False
+        if not isinstance(part, fx.Node) or not is_part(part, write):
+            return False
+        drawn = torch.Tag.nondeterministic_seeded in operator_of(node).tags
+        in_place = called_in_place(node) and has_in_place_form(str(node.target)) and not drawn
+        found = node.target in WRITES_OF_PARTS or in_place
+        return found and not eager_layouts(node) and not self.reads_updated_resident(node)
+
     @cached_property
     def output(self) -> fx.Node:
         """The node that holds what the graph returns."""
@@ -249,7 +264,7 @@ class Values:
         info = self.nodes[node]
         if info.value is not None:
             return Ref(info.value)
-        if isinstance(info.result, torch.Tensor):
+        if isinstance(info.result, torch.Tensor) and node not in self.made_in_part:
             base = self.storages[storage_of(info.result)]
             if TensorMeta.of(info.result) == self.metas[base]:
                 return Ref(base)  # detach, or views that undo one another
@@ -280,6 +295,13 @@ def args_of(node: fx.Node) -> tuple[Any, ...]:
 def operator_of(node: fx.Node) -> Any:
     """A node's operator."""
     return node.target
+
+
+def has_in_place_form(op: str) -> bool:
+    """Whether an operator has a form that writes into its first argument."""
+    packet, name, overload = op.split(".")
+    form = getattr(getattr(torch.ops, packet), f"{name}_", None)
+    return form is not None and overload in form.overloads()
 
 
 def map_nodes(tree: Any, function: Callable[[fx.Node], Any]) -> Any:

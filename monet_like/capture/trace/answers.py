@@ -20,10 +20,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...errors import CaptureError
+from ...runtime.questions import made_like
 from ..annotations import InPlaceCalls
 from ..guards.recorder import Recorder
 from ..guards.side_effects import keeping_tensors
+from ..replaced import replaced
 from ..trees import flattened
+from .alone import observed
 from .known_values import KnownValues
 from .sizes import Learned, deciding, kept, look_of, may_decide, numbered, traced, with_numbers
 from .undone import Undone
@@ -194,18 +197,6 @@ class Given(_Asked):
         self.asked.append(QUESTION(results, len(self.asked)))
         return results[0] if len(func._schema.returns) == 1 else tuple(results)
 
-    def again(self, function: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[[], None]]:
-        """What a checkpointed function is called as in the backward, where it asks as before, and what is called when
-        its forward ends.
-        """
-        start, found = len(self.asked), list[Answer]()
-
-        def recomputed(*args: Any, **kwargs: Any) -> Any:
-            with _Again(start, found):
-                return function(*args, **kwargs)
-
-        return recomputed, lambda: found.extend(self._answers[start : len(self.asked)])
-
     def check_end(self) -> None:
         """Whether the trace asked all that the plain forward did.
 
@@ -219,24 +210,35 @@ class Given(_Asked):
             )
 
 
-class _Again(_Asked):
-    """Gives the same answers again.
+class _Repeated(Given):
+    """Gives recorded answers to a step on fake tensors, which has no graph."""
 
-    Args:
-        start: number of the first one.
-    """
-
-    def __init__(self, start: int, answers: Sequence[Answer]) -> None:
-        super().__init__()
-        self._answers = iter(enumerate(answers, start))
+    def _next(self, func: Any, tensors: list[torch.Tensor], options: Mapping[str, Any]) -> Answer:
+        answer = super()._next(func, tensors, options)
+        self.asked.append(_NOTHING)
+        return answer
 
     def answer(self, func: Any, tensors: list[torch.Tensor], options: dict[str, Any]) -> Any:
-        return next(self._answers)[1].value
+        return self._next(func, tensors, options).value
 
     def size(self, func: Any, given: dict[str, Any]) -> Any:
-        number, answer = next(self._answers)
-        results = traced(numbered(tuple(given.items()))[1], number, answer.value)
+        options, tensors = numbered(tuple(given.items()))
+        answer = self._next(func, tensors, dict(options))
+        if answer.value is None:
+            return func(**given)  # which no fake tensor can
+        results = made_like(answer.value, tensors[0])
         return results[0] if len(func._schema.returns) == 1 else tuple(results)
+
+
+#: In the place of results of questions.
+_NOTHING = torch.empty(0)
+
+
+@contextlib.contextmanager
+def repeated(answers: Sequence[Answer]) -> Iterator[None]:
+    """Give the answers of a plain forward to one on fake tensors, from within its fake mode."""
+    with KnownValues(), number_by_number(), _Repeated(answers):
+        yield
 
 
 @contextlib.contextmanager
@@ -251,14 +253,9 @@ def number_by_number(parameters: Iterable[torch.Tensor] = ()) -> Iterator[None]:
     Args:
         parameters: what a trace has in the place of parameters, whose text is not their number's.
     """
-    traced: Any = FunctionalTensor  # has a ``tolist`` that asks below all modes
-    own = traced.tolist
-    traced.tolist = _tolist
-    try:
-        with _NumberByNumber(parameters):
-            yield
-    finally:
-        traced.tolist = own
+    # The ``tolist`` of functional tensors asks below all modes.
+    with replaced(FunctionalTensor, tolist=_tolist), _NumberByNumber(parameters):
+        yield
 
 
 def _tolist(tensor: torch.Tensor) -> Any:
@@ -319,10 +316,10 @@ def watched_forward(
     """As `recorded_answers`, and the forward's result. ``begins`` is called before the forward."""
     try:
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _unsaved):
-            return _recorded(model, args, kwargs, begins)
+            return forward_undone(model, args, kwargs, begins)
     except Exception:  # its own, which comes again, or for want of saved tensors
         try:
-            return _recorded(model, args, kwargs, begins)
+            return forward_undone(model, args, kwargs, begins)
         except Exception as error:
             error._raised_by_model = True  # type: ignore[attr-defined]
             raise
@@ -337,17 +334,20 @@ def _unsaved(_: Any) -> Any:
     raise RuntimeError("no tensor was saved")
 
 
-def _recorded(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], begins: Callable[[], None]
-) -> tuple[tuple[Answer, ...], Any]:
+def forward_undone(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], begins: Callable[[], None],
+    call: Callable[..., Any] | None = None,
+) -> tuple[tuple[Answer, ...], Any]:  # fmt: skip
+    """As `watched_forward`; autograd's graph of the result is whole. ``call``: what calls the model, if not itself."""
     leaves, _ = flattened((args, kwargs))
     others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
     inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers(), *inputs)), torch.device("cpu"))
     recording = _Recording(model.parameters())
     with (
+        observed(),
         torch.enable_grad(),
-        Undone(device, inputs),
+        Undone(device, [*inputs, *model.parameters(), *model.buffers()]),
         keeping_tensors(model),
         Recorder(model, others) as recorder,
         recorder.undone(),
@@ -357,5 +357,5 @@ def _recorded(
         recording,
     ):
         begins()
-        result = model(*args, **kwargs)
+        result = (call or model)(*args, **kwargs)
     return tuple(recording.answers), result

@@ -10,6 +10,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..replaced import replaced
+
 #: The function by which autocast casts, and where it is implemented.
 _TO, _COMPOSITE = torch.ops.aten.to.dtype, torch._C.DispatchKey.CompositeImplicitAutograd
 
@@ -103,12 +105,10 @@ class _CachedCasts(TorchFunctionMode):
 
         _TO.py_kernels[_COMPOSITE] = self.cast
         _TO._dispatch_cache.clear()
-        torch.clear_autocast_cache = clear_both
         try:
-            with self:
+            with replaced(torch, clear_autocast_cache=clear_both), self:
                 yield
         finally:
-            torch.clear_autocast_cache = clear
             del _TO.py_kernels[_COMPOSITE]
             if own is not None:
                 _TO.py_kernels[_COMPOSITE] = own

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -13,22 +14,27 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...errors import CaptureError
 from ...nn.sync_batch_norm import is_synchronised, world
 from ..annotations import InPlaceCalls, marked_modules, named_layers
 from ..checks import may_have_gradient
-from ..constants import ConstantsFound, HeldTensors, constant_name
-from ..guards.effects import Effects, given_containers
+from ..constants import constant_name
+from ..guards.containers import given_containers
+from ..guards.effects import Effects
 from ..guards.holders import Attributes
 from ..guards.reads import Reads
 from ..guards.recorder import Recorder
-from ..guards.side_effects import checkpoints_checked, keeping_generators, keeping_tensors
+from ..guards.side_effects import Generators, checkpoints_checked, is_again, keeping_tensors, saved_as_they_are
 from ..guards.traversal import form_of_plain
+from ..held_tensors import ConstantsFound, HeldTensors
 from ..trees import classes_in, flattened, placed, taken_apart
+from .alone import observed
 from .answers import Answer, Given, number_by_number, recorded_answers
 from .autocast import TracedAutocast
+from .autograd_kernels import AutogradKernels
 from .state_objects import StateObjects, keep_attributes
 
 #: Where a `FlatModule` keeps the tensors that the model has not registered.
@@ -39,10 +45,15 @@ _T = TypeVar("_T")
 
 
 class FlatModule(nn.Module):
-    """The model as a function of tensors alone, as ``aot_export`` needs it; all other arguments are constants."""
+    """The model as a function of tensors alone, as ``aot_export`` needs it; all other arguments are constants.
+
+    Args:
+        given_as_one: a tensor that is given several times is one in any case; else where it may have a gradient, as
+            keys of steps have it.
+    """
 
     def __init__(
-        self, model: nn.Module, given: tuple[tuple[Any, ...], dict[str, Any]], *, tied_as_one: bool = False
+        self, model: nn.Module, given: tuple[tuple[Any, ...], dict[str, Any]], *, given_as_one: bool = False
     ) -> None:
         super().__init__()
         self.autocast = TracedAutocast()
@@ -59,22 +70,44 @@ class FlatModule(nn.Module):
         self.answers: tuple[Answer, ...] | None = None  # of a plain forward; None: it was not asked
         self.made_to_require: set[int] = set()  # positions of inputs, see `Captured`
         self.held, self.tries = nn.Module(), _TRIES
+        self.generators = Generators()
         self.state_objects: StateObjects | None = None  # of the last forward
         self.aliases: list[torch.Tensor] = []  # frozen parameters as other objects hold them
         self.before: dict[str, torch.Tensor] = {}
         self.changed_without_gradient: set[int | str] = set()  # inputs and names of what is changed under no_grad alone
         self.tracing_mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        modules = [module for _, module in self.named_modules()]
-        self._parameters_as_one = tied_as_one
-        self._tied = _further_places([m._buffers for m in modules])
-        if tied_as_one:
-            self._tied += _further_places([m._parameters for m in modules])
+        self._given_as_one = given_as_one
+        own = super().named_buffers(remove_duplicate=False)
+        self._trained = {name for name, buffer in own if buffer.requires_grad}
+        self.buffers_made_to_require: dict[str, torch.Tensor] = {}  # by name, see `Captured`
+
+    def is_one(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor that is given several times is one in the trace."""
+        return self._given_as_one or may_have_gradient(tensor)
 
     def hold(self, tensors: Sequence[torch.Tensor]) -> None:
         """Have the tracer take tensors that live in the user's objects for parameters and buffers."""
         for tensor in tensors:
             members = self.held._parameters if tensor.requires_grad else self.held._buffers
             members[str(len(self.held._parameters) + len(self.held._buffers))] = tensor  # type: ignore[assignment]
+
+    def have_trained(self, buffer: torch.Tensor) -> None:
+        """Take a buffer for one that requires a gradient, as the forward has it do in each call."""
+        own = super().named_buffers(remove_duplicate=False)
+        names = [name for name, each in own if each is buffer]
+        self._trained.update(names)
+        self.buffers_made_to_require.update({name.removeprefix("model."): buffer for name in names})
+
+    @contextlib.contextmanager
+    def buffers_requiring(self) -> Iterator[None]:
+        """Have these buffers require a gradient during a trace."""
+        try:
+            for buffer in self.buffers_made_to_require.values():
+                buffer.requires_grad_()
+            yield
+        finally:
+            for buffer in self.buffers_made_to_require.values():
+                buffer.requires_grad_(False)
 
     def tensor(self, target: str) -> tuple[str, torch.Tensor]:
         """The name of what the tracer calls ``target``, and the tensor itself."""
@@ -86,44 +119,53 @@ class FlatModule(nn.Module):
 
     # The tracer puts its own tensors in the place of the model's, name by name, and takes them out in the same order.
     # In a module that has two names the second would put back the tracer's tensor that it found: only first names are
-    # told. A buffer that two modules hold is one tensor in the trace as well: one module reads the other's writes.
+    # told. A parameter or buffer with several names is one tensor in the trace as well: its gradients add up in the
+    # order of its uses, and one module reads the other's writes.
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The model's parameters; if a module has several names, under its first."""
-        members = self._in_first_names(super().named_parameters(*args, **kwargs))
-        return _first_of_each(members) if self._parameters_as_one else members
+        """The model's parameters, each under its first name, and buffers that require a gradient."""
+        buffers = super().named_buffers(*args, **kwargs)
+        trained = ((name, buffer) for name, buffer in buffers if name in self._trained)
+        members = chain(super().named_parameters(*args, **kwargs), trained)
+        return _first_of_each(self._in_first_names(members))  # type: ignore[arg-type]
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """The model's buffers, each under its first name."""
-        return _first_of_each(self._in_first_names(super().named_buffers(*args, **kwargs)))
+        """The model's other buffers, each under its first name."""
+        buffers = super().named_buffers(*args, **kwargs)
+        others = ((name, buffer) for name, buffer in buffers if name not in self._trained)
+        return _first_of_each(self._in_first_names(others))
 
     def _in_first_names(self, members: Iterator[tuple[str, _T]]) -> Iterator[tuple[str, _T]]:
         first = {name for name, _ in self.named_modules()}
         return ((name, member) for name, member in members if name.rpartition(".")[0] in first)
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        supply = iter(tensors)
+        supply = enumerate(tensors)
         given: dict[int, torch.Tensor] = {}  # a tensor that is given several times is one in the model, too
+        held: dict[int, tuple[int, torch.Tensor]] = {}
         leaves = []
         for leaf in self.leaves:
             if isinstance(leaf, torch.Tensor):
-                traced = next(supply)
-                leaf = given.setdefault(id(leaf), traced) if may_have_gradient(leaf) else traced
+                number, traced = next(supply)
+                held.setdefault(id(leaf), (number, traced))
+                leaf = given.setdefault(id(leaf), traced) if self.is_one(leaf) else traced
             leaves.append(leaf)
         if self.recorder is not None:
             self.recorder.begin()
         with contextlib.ExitStack() as stack:
             args, kwargs = stack.enter_context(placed(self.given, leaves))
-            stack.enter_context(_as_one(self._tied))
             stack.enter_context(self.autocast.in_forward([*self.model.parameters(), *self._leaf_inputs(tensors)]))
-            stack.enter_context(keeping_generators(f"{type(self.model).__name__}.forward"))
+            stack.enter_context(self.generators.kept(f"{type(self.model).__name__}.forward"))
             stack.enter_context(keeping_tensors(self.model))
             answers = Given(self.answers or ())
-            stack.enter_context(checkpoints_checked(self.model, answers.again))
-            for context in (self.tracing_mode, InPlaceCalls(), named_layers(self.model), marked_modules()):
+            stack.enter_context(checkpoints_checked(self.model))
+            of_modules = named_layers(self.model), marked_modules()
+            watched = InPlaceCalls(), AutogradKernels()
+            for context in (observed(), saved_as_they_are(), self.tracing_mode, *watched, *of_modules):
                 stack.enter_context(context)
             if self.recorder is not None:
                 stack.enter_context(self.recorder.forward(self._given(tensors), given_containers(args, kwargs)))
+            stack.enter_context(self._inputs_in_place(held))
             stack.enter_context(number_by_number(self.parameters()))
             if self.answers:
                 stack.enter_context(answers)
@@ -166,8 +208,9 @@ class FlatModule(nn.Module):
         found: dict[int, tuple[str, Any]] = {}
         for kind, members in (("parameter", self.named_parameters()), ("buffer", self.named_buffers())):
             for name, tensor in members:
-                held = name.startswith(HELD)
-                found[id(tensor)] = ("same", self.before.get(name)) if held else (kind, name.removeprefix("model."))
+                before = self.before.get(name)
+                ref = ("same", before) if name.startswith(HELD) else (kind, name.removeprefix("model."))
+                found.update({id(tensor): ref, id(before): ref})
         for position, tensor in enumerate(tensors):
             found.setdefault(id(tensor), ("input", position))
         return found
@@ -202,11 +245,12 @@ class FlatModule(nn.Module):
                 own[before] = tensor
                 keep_attributes(tensor, before)
                 leaves += [tensor] if before.is_leaf else []
-        mode = HeldTensors(own, self.parameters(), tensors, leaves, looking=self.tries > 0)
-        attributes = [(tensor, dict(vars(tensor))) for tensor in (*tensors, *self.parameters(), *self.buffers())]
+        buffers = [self.before[name] for name, _ in self.named_buffers() if name in self.before]
+        mode = HeldTensors(own, self.parameters(), tensors, leaves, buffers=buffers, looking=self.tries > 0)
+        attributes = [(tensor, dict(vars(tensor))) for tensor in tensors]
         self.state_objects = StateObjects(mode.replacement, self.recorder.watch if self.recorder else lambda *_: True)
         try:
-            with mode, mode.in_custom_functions(self.state_objects.replaced):
+            with self._own_in_place(own), mode, mode.in_custom_functions(self.state_objects.replaced):
                 leaves, self.out_spec = pytree.tree_flatten(taken_apart(self.model(*args, **kwargs), results=True))
                 result: list[Any] = mode.replaced(leaves)
         except Exception:
@@ -218,7 +262,7 @@ class FlatModule(nn.Module):
         self.aliases = mode.aliases
         self.state_objects.hand_over()
         if self.recorder is not None:
-            self.recorder.marked = [*_marked(attributes, result)]
+            self.recorder.marked += _marked(attributes, result)
         self.used = WeakTensorKeyDictionary(dict.fromkeys(own, True))
         keyed: list[tuple[int | str, torch.Tensor]] = [
             *enumerate(tensors),
@@ -232,6 +276,62 @@ class FlatModule(nn.Module):
             and torch._functionalize_are_all_mutations_under_no_grad_or_inference_mode(tensor.elem)
         }
         return result
+
+    @contextlib.contextmanager
+    def _own_in_place(self, traced: Mapping[Any, torch.Tensor]) -> Iterator[None]:
+        """Have modules hold the user's own tensors, of which a forward may ask the class, attributes and identity; the
+        tracer's come where operators take them (`HeldTensors`), and at the end.
+
+        Tensors that consist of others, such as torchao's, are the tracer's all the time.
+
+        Args:
+            traced: the tracer's tensors by the user's.
+        """
+        own = {id(tensor): before for before, tensor in traced.items()}
+        others: list[
+            tuple[dict[str, Any], str, Any, Any]
+        ] = []  # where a module holds what, and what it holds meanwhile
+        for held in (held for module in self.model.modules() for held in (module._parameters, module._buffers)):
+            for name, tensor in held.items():
+                of_others = is_traceable_wrapper_subclass(own.get(id(tensor), tensor))
+                other = traced.get(tensor) if of_others else own.get(id(tensor))
+                others += [] if other is None else [(held, name, tensor, other)]
+        for held, name, _, other in others:
+            held[name] = other
+        try:
+            yield
+        finally:
+            for held, name, tensor, other in others:
+                if is_again(other, now := held.get(name)):
+                    held[name] = tensor
+                    if now is not None and now is not other and self.recorder is not None:
+                        set_by_it = Attributes(now, vars(now)).difference(vars(other))  # it is another object
+                        self.recorder.marked += [(other, set_by_it)] if set_by_it else []
+
+    @contextlib.contextmanager
+    def _inputs_in_place(self, traced: Mapping[int, tuple[int, torch.Tensor]]) -> Iterator[None]:
+        """Have attributes of modules that are one tensor with an input hold the tracer's, as a forward may ask for it.
+
+        Args:
+            traced: numbers of inputs and the tracer's tensors, by identity of the inputs.
+        """
+        others: list[tuple[dict[str, Any], str, Any, torch.Tensor]] = []
+        for path, module in self.model.named_modules():
+            for name, value in vars(module).items():
+                if id(value) in traced:
+                    number, other = traced[id(value)]
+                    others.append((vars(module), name, value, other))
+                    if self.recorder is not None:
+                        self.recorder.attributes.setdefault(path, set()).add(name)
+                        self.recorder.held.add((f"{f'self.{path}'.rstrip('.')}.{name}", number))
+        for attributes, name, _, other in others:
+            attributes[name] = other
+        try:
+            yield
+        finally:
+            for attributes, name, value, other in others:
+                if attributes.get(name) is other:
+                    attributes[name] = value
 
     def check_state_objects(self) -> None:
         """Whether custom functions have set nothing in their backward of the objects that they were given.
@@ -277,23 +377,6 @@ def _storage_of(tensor: torch.Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())
 
 
-#: A dict of a module's tensors and a name in it, and where the same tensor is found first.
-_Place = tuple[dict[str, Any], str, dict[str, Any], str]
-
-
-def _further_places(members: Iterable[dict[str, Any]]) -> list[_Place]:
-    """Where modules hold tensors that an earlier place holds too."""
-    first: dict[int, tuple[dict[str, Any], str]] = {}
-    places: list[_Place] = []
-    for held in members:
-        for name, tensor in held.items():
-            if tensor is not None:
-                found = first.setdefault(id(tensor), (held, name))
-                if found[0] is not held or found[1] != name:
-                    places.append((held, name, *found))
-    return places
-
-
 def _first_of_each(members: Iterator[tuple[str, _T]]) -> Iterator[tuple[str, _T]]:
     """Named tensors, each under its first name alone."""
     seen: set[int] = set()
@@ -301,16 +384,3 @@ def _first_of_each(members: Iterator[tuple[str, _T]]) -> Iterator[tuple[str, _T]
         if id(member) not in seen:
             seen.add(id(member))
             yield name, member
-
-
-@contextlib.contextmanager
-def _as_one(places: Sequence[_Place]) -> Iterator[None]:
-    """Put the tensor of the first place, which the tracer has put there, into all further places."""
-    before = [held[name] for held, name, *_ in places]
-    for held, name, first, first_name in places:
-        held[name] = first[first_name]
-    try:
-        yield
-    finally:
-        for (held, name, *_), tensor in zip(places, before, strict=True):
-            held[name] = tensor

@@ -12,8 +12,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...errors import CaptureError
 from ..annotations import called_in_place
-from ..constants import foreign_memory
+from ..held_tensors import foreign_memory
 
+_ATEN = torch.ops.aten
+#: What the trace makes of a write into a part of a tensor, and what is that part.
+WRITES_OF_PARTS: dict[Any, Any] = {
+    _ATEN.slice_scatter.default: _ATEN.slice.Tensor,
+    _ATEN.select_scatter.default: _ATEN.select.int,
+    _ATEN.diagonal_scatter.default: _ATEN.diagonal.default,
+    _ATEN.as_strided_scatter.default: _ATEN.as_strided.default,
+}
 #: In the meta of nodes that read others than in the trace.
 _EDITED = "monet_like_edited"
 
@@ -98,15 +106,41 @@ def drop_copies_of_parts(module: fx.GraphModule) -> None:
 
     ``part.copy_(x)`` is traced as a copy that lies as the part does, gaps and all, and a write of that into the whole.
     """
-    aten = torch.ops.aten
-    scatters = (aten.slice_scatter.default, aten.select_scatter.default)
-    for node in module.graph.find_nodes(op="call_function", target=aten.copy.default):
+    for node in module.graph.find_nodes(op="call_function", target=_ATEN.copy.default):
         source: Any = node.args[1]
         made, given = node.meta["val"], source.meta["val"]
         alike = (made.shape, made.dtype, made.device) == (given.shape, given.dtype, given.device)
-        if alike and all(user.target in scatters and user.args[0] is not node for user in node.users):
+        if alike and all(user.target in WRITES_OF_PARTS and user.args[0] is not node for user in node.users):
             replace_uses(node, source)
             module.graph.erase_node(node)
+
+
+def drop_idle_writes(module: fx.GraphModule) -> None:
+    """Remove writes of a part of a tensor into itself, such as the second one of ``x[0] += y``.
+
+    Python adds to the part in place, and then assigns it.
+    """
+    for node in list(module.graph.nodes):
+        if node.target in WRITES_OF_PARTS and is_part(node.args[1], node):
+            replace_uses(node, node.args[0])
+            module.graph.erase_node(node)
+
+
+def is_part(node: fx.Node, write: fx.Node) -> bool:
+    """Whether a node is a view of the part that ``write``, of `WRITES_OF_PARTS`, writes into."""
+    whole, _, *where = write.args
+    of_part = node.target is WRITES_OF_PARTS[write.target]
+    return of_part and _alike((*node.args, node.kwargs), (whole, *where, write.kwargs))
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two arguments of nodes are equal, or the same views of the same tensor."""
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    if isinstance(one, fx.Node) and isinstance(other, fx.Node) and one is not other:
+        is_view = one.target is other.target and getattr(one.target, "is_view", False)
+        return is_view and _alike((*one.args, one.kwargs), (*other.args, other.kwargs))
+    return bool(one == other)
 
 
 def drop_tokens(module: fx.GraphModule) -> None:

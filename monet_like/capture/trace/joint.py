@@ -7,19 +7,17 @@ others that round differently, the operator itself is kept; conditions on consta
 from __future__ import annotations
 
 import contextlib
-import logging
-import re
-import traceback
-import warnings
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._functorch._aot_autograd import collect_metadata_analysis
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._functorch import aot_autograd  # before its parts, which import each other
+from torch._functorch._aot_autograd import collect_metadata_analysis, runtime_wrappers
 from torch._library.effects import EffectType
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -35,48 +33,18 @@ from ...nn import sync_batch_norm
 from ...ops import gradients_by_values
 from ...ops import meta_functions as fakes_of_pytorchs
 from ..absent_gpu import choices as absent_gpu
+from ..annotations import noted_in_custom_backwards
 from ..captured import fake_mode
-from ..checks import check_attributes, may_have_gradient
-from ..constants import ConstantsFound, InputRequires
+from ..checks import check_attributes
 from ..guards.recorder import Recorder
-from ..guards.side_effects import keeping_generators
+from ..guards.side_effects import OthersMayDraw
+from ..held_tensors import BufferRequires, ConstantsFound, InputRequires
+from ..replaced import replaced
+from .alone import TrueInThisThread, in_this_thread, quiet
 from .flat_module import FlatModule
-from .graph_edits import drop_copies_of_parts, drop_tokens, restore_literals, restore_views
+from .graph_edits import drop_copies_of_parts, drop_idle_writes, drop_tokens, restore_literals, restore_views
 from .known_values import KnownValues
-
-#: Advice for operators whose results have sizes that depend on values.
-_ADVICE = {
-    "aten._ctc_loss": (
-        "CTC loss with lengths in tensors needs memory that depends on their values; give the lengths as lists of "
-        "numbers, or compute the loss outside the model"
-    ),
-    "aten._pack_padded_sequence": (
-        "pack_padded_sequence makes a tensor whose size depends on the lengths' values; give the "
-        "recurrent layer the padded sequences, and mask its results"
-    ),
-    "aten._to_sparse": "to_sparse makes a tensor whose size depends on the values of a tensor; compute with dense ones",
-}
-
-#: For a model of which a part cannot be captured.
-_OTHER_PARTS = (
-    "; if other parts of the model do not, give these schedules of their own (monet_like.auto_schedule(model, "
-    "blocks=...)), and the rest runs as it is"
-)
-
-#: Likewise, by a file that the error passes through.
-_ADVICE_FOR_FILES = {
-    "/triton/": (
-        "it launches a Triton kernel itself, as Liger's layers do, and a launch cannot be traced by shapes; take "
-        "PyTorch's layers instead (for decoders there are variants in one pass and in tiles of our own), or put the "
-        "launch into torch.library.custom_op with a fake and a gradient"
-    ),
-    "/torch_geometric/utils/loop.py": (
-        "its layers replace the self-loops of each graph, whose number depends on values; replace them once, in "
-        "the data (torch_geometric.transforms.AddRemainingSelfLoops() or AddSelfLoops()), and make the layers with "
-        "add_self_loops=False"
-    ),
-}
-
+from .reasons import data_dependent, of_values, reason_of
 
 #: Models whose forward was found to ask for values of tensors.
 _asking: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -102,7 +70,7 @@ def trace_joint(
     """
     modes = [t.fake_mode for t in tensors if isinstance(t, FakeTensor)]
     mode = modes[0] if modes else fake_mode()
-    fakes = _fakes(tensors, mode)
+    fakes = _fakes(tensors, mode, flat.is_one)
     while True:
         try:
             with _tangents_in_rows() if row_major_gradients else contextlib.nullcontext():
@@ -111,18 +79,23 @@ def trace_joint(
             own = fakes[asked.position].detach().requires_grad_()
             fakes = (*fakes[: asked.position], own, *fakes[asked.position + 1 :])
             flat.made_to_require.add(asked.position)
+        except BufferRequires as asked:
+            flat.have_trained(asked.buffer)
+            mode.from_tensor(asked.buffer, static_shapes=True).requires_grad_()  # the last trace's is taken again
         except ConstantsFound as found:
             flat.hold(found.tensors)
             flat.tries = found.tries
+        except OthersMayDraw:
+            continue
 
 
-def _fakes(tensors: tuple[torch.Tensor, ...], mode: FakeTensorMode) -> tuple[torch.Tensor, ...]:
-    """Fake tensors for inputs: one for each tensor that may have a gradient, and one for each place of others, as keys
-    of steps have it.
-    """
+def _fakes(
+    tensors: tuple[torch.Tensor, ...], mode: FakeTensorMode, is_one: Callable[[torch.Tensor], bool]
+) -> tuple[torch.Tensor, ...]:
+    """Fake tensors for inputs: one for each tensor of which ``is_one`` holds, and one for each place of others."""
     fakes: list[torch.Tensor] = []
     for position, tensor in enumerate(tensors):
-        if any(tensor is other for other in tensors[:position]) and not may_have_gradient(tensor):
+        if any(tensor is other for other in tensors[:position]) and not is_one(tensor):
             with mode:
                 fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
         else:
@@ -156,7 +129,7 @@ def _asks(flat: FlatModule, error: Exception) -> bool:
     Raises:
         Exception: what a plain forward raises.
     """
-    asks = _data_dependent(error)
+    asks = data_dependent(error)
     if asks:
         _asking.add(flat.model)
     if isinstance(error, CaptureError) or not flat.has_values():
@@ -181,8 +154,8 @@ def _refused(flat: FlatModule, error: Exception) -> CaptureError:
     """Whatever the user's forward or the tracer raises: says where."""
     if isinstance(error, CaptureError):
         return error
-    refused = CaptureError(f"{type(flat.model).__name__} cannot be captured: {_reason(error)}")
-    refused.of_values = _of_values(error)
+    refused = CaptureError(f"{type(flat.model).__name__} cannot be captured: {reason_of(error)}")
+    refused.of_values = of_values(error)
     return refused
 
 
@@ -198,10 +171,20 @@ def _export(
 
     Where it has no answers it takes the path of libraries under a compiler,
     who then do not look at values."""
-    with contextlib.ExitStack() as stack, warnings.catch_warnings(), _quiet(), _eager_operators(), preserve_node_meta():
-        warnings.simplefilter("ignore")
+    with (
+        contextlib.ExitStack() as stack,
+        quiet(),
+        replaced(fake_tensor.log, disabled=True),
+        replaced(
+            aot_autograd, preserve_rng_state=in_this_thread(contextlib.nullcontext, aot_autograd.preserve_rng_state)
+        ),
+        _eager_operators(),
+        preserve_node_meta(),
+    ):
         if asks and flat.answers is None:
-            stack.enter_context(_is_compiling())
+            stack.enter_context(
+                replaced(torch.compiler, _is_compiling_flag=TrueInThisThread(torch.compiler._is_compiling_flag))
+            )
         ops.load()
         fakes_of_pytorchs.register()
         flat.tracing_mode = KnownValues()
@@ -212,14 +195,17 @@ def _export(
         stack.enter_context(fakes_of_pytorchs.ctc_loss_by_steps())
         stack.enter_context(_checked_matrices())
         stack.enter_context(gradients_by_values.traced())
+        stack.enter_context(noted_in_custom_backwards())
         stack.enter_context(flat.autocast.outside_forward())
+        stack.enter_context(_tangents_of_all_results())
         stack.enter_context(_use_lazy_graph_module(True))  # writes no Python code of graphs, which nobody runs
         in_backward = f"a hook or a custom function of {type(flat.model).__name__}, in the backward,"
-        with keeping_generators(in_backward), _uncaught():
+        with flat.generators.kept(in_backward), _uncaught():
             joint = _recorded(stack, flat, fakes)
         restore_literals(joint.graph_module)
         restore_views(joint.graph_module)
         drop_copies_of_parts(joint.graph_module)
+        drop_idle_writes(joint.graph_module)
         drop_tokens(joint.graph_module)
         graph: fx.Graph = joint.graph_module.graph
         return graph
@@ -228,8 +214,8 @@ def _export(
 def _recorded(stack: contextlib.ExitStack, flat: FlatModule, fakes: tuple[torch.Tensor, ...]) -> Any:
     """PyTorch's joint export. It sets ``flat.reads``: the values beside tensors that the model reads."""
     leaves = [leaf for leaf in flat.leaves if not isinstance(leaf, torch.Tensor)]
-    with Recorder(flat.model, [*leaves, *flat.classes]) as flat.recorder:
-        joint = aot_export_joint_with_descriptors(stack, flat, fakes)
+    with flat.buffers_requiring(), Recorder(flat.model, [*leaves, *flat.classes]) as flat.recorder:
+        joint = aot_autograd.aot_export_joint_with_descriptors(stack, flat, fakes)
         flat.recorder.check_backward()
         flat.check_state_objects()
     check_attributes(flat.model, flat.leaves, flat.recorder.names)
@@ -241,34 +227,33 @@ def _recorded(stack: contextlib.ExitStack, flat: FlatModule, fakes: tuple[torch.
     return joint
 
 
-@contextlib.contextmanager
-def _tangents_in_rows() -> Iterator[None]:
+def _tangents_in_rows() -> contextlib.AbstractContextManager[None]:
     """Have the tracer give incoming gradients row-major layout, instead of the results'."""
-    name = "coerce_tangent_and_suggest_memory_format"
-    own = getattr(collect_metadata_analysis, name)
+    own = collect_metadata_analysis.coerce_tangent_and_suggest_memory_format
 
     def in_rows(tangent: Any) -> Any:
         return own(tangent.new_empty(tangent.shape) if isinstance(tangent, torch.Tensor) else tangent)
 
-    setattr(collect_metadata_analysis, name, in_rows)
-    try:
-        yield
-    finally:
-        setattr(collect_metadata_analysis, name, own)
+    return replaced(collect_metadata_analysis, coerce_tangent_and_suggest_memory_format=in_rows)
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the tracer's own log of errors that are raised anyway."""
-    loggers = [logging.getLogger("torch._subclasses.fake_tensor")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+def _tangents_of_all_results() -> contextlib.AbstractContextManager[None]:
+    """Have the tracer keep all incoming gradients where a tensor that is given twice is changed in place.
+
+    It leaves out those of what is one tensor with another, and counts changed inputs without a gradient, too.
+    """
+    own = runtime_wrappers.remove_dupe_metadata
+
+    def with_all(meta: Any, keep: list[bool], places: list[int]) -> Any:
+        found = own(meta, keep, places)
+        infos = ((place, meta.input_info[place]) for place in meta.mutated_inp_runtime_indices)
+        stay = [keep[place] for place, info in infos if info.mutates_data and info.requires_grad]
+        stay += [True] * (len(meta.traced_tangents) - len(stay))
+        for name in ("traced_tangents", "traced_tangents_descs", "subclass_tangent_meta"):
+            setattr(found, name, list(itertools.compress(getattr(meta, name), stay)))
+        return found
+
+    return replaced(runtime_wrappers, remove_dupe_metadata=with_all)
 
 
 @contextlib.contextmanager
@@ -279,7 +264,6 @@ def _uncaught() -> Iterator[None]:
     """
     raised: list[Exception] = []
     kinds: tuple[Any, ...] = (DataDependentOutputException, DynamicOutputShapeException)
-    own = [kind.__init__ for kind in kinds]
 
     def noting(init: Callable[..., None]) -> Callable[..., None]:
         def noted(error: Exception, *args: Any) -> None:
@@ -288,25 +272,12 @@ def _uncaught() -> Iterator[None]:
 
         return noted
 
-    for kind, init in zip(kinds, own, strict=True):
-        kind.__init__ = noting(init)
-    try:
+    with contextlib.ExitStack() as stack:
+        for kind in kinds:
+            stack.enter_context(replaced(kind, __init__=noting(kind.__init__)))
         yield
-    finally:
-        for kind, init in zip(kinds, own, strict=True):
-            kind.__init__ = init
     if raised:
         raise raised[0]
-
-
-@contextlib.contextmanager
-def _is_compiling() -> Iterator[None]:
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before
 
 
 def _decomposed_operators() -> Iterator[Any]:
@@ -367,53 +338,12 @@ def _unvalidated() -> Iterator[None]:
     """Switch off what only raises an error for some values: the validation of distributions' parameters, PyTorch's
     checks.
     """
-    distribution = torch.distributions.Distribution
-    before = distribution._validate_args
-    checks = {name: getattr(torch, name) for name in ("_check_tensor_all", "_check_tensor_all_with")}
-    distribution.set_default_validate_args(False)
-    for name in checks:
-        setattr(torch, name, lambda *_, **__: None)
-    try:
+
+    def unchecked(*_: Any, **__: Any) -> None:
+        pass
+
+    with (
+        replaced(torch.distributions.Distribution, _validate_args=False),
+        replaced(torch, _check_tensor_all=unchecked, _check_tensor_all_with=unchecked),
+    ):
         yield
-    finally:
-        distribution.set_default_validate_args(before)
-        for name, own in checks.items():
-            setattr(torch, name, own)
-
-
-def _data_dependent(error: BaseException) -> bool:
-    return isinstance(error, DataDependentOutputException) or "data-dependent" in str(error)
-
-
-def _of_values(error: BaseException) -> bool:
-    """Whether a trace failed because of what tensors contain: their values, or sizes that depend on these."""
-    named = any(operator_ in str(error) for operator_ in ("aten._local_scalar_dense", "aten.nonzero"))
-    return _data_dependent(error) or isinstance(error, DynamicOutputShapeException) or named
-
-
-def _reason(error: BaseException) -> str:
-    """A sentence that explains why the trace failed, with the user's line or the operator."""
-    message = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    internal = ("/torch/", "/monet_like/capture/", "/contextlib.py", "/triton/")
-    every = traceback.extract_tb(error.__traceback__)
-    frames = [f for f in every if not any(part in f.filename for part in internal)]
-    where = f" (at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
-    advice = next((said for operator_, said in _ADVICE.items() if operator_ in str(error)), "")
-    if not advice:
-        of_file = (said for file, said in _ADVICE_FOR_FILES.items() if any(file in frame.filename for frame in every))
-        advice = next(of_file, "")
-    if advice:
-        return f"{advice}{where}"
-    if _of_values(error):
-        message = f"its computation depends on the values of a tensor, not only on shapes: {message}"
-        where += _OTHER_PARTS
-    elif "modified by an inplace operation" in str(error):
-        told = re.search(r"\[torch\.\w+ \[[^]]*\]\](, which is output \d+ of \w+)?", message)
-        message = (
-            f"it overwrites in place what the gradient of one of its results reads ({told[0] if told else message}); "
-            "plain PyTorch has no gradient there either: detach() that result, if the loss does not use it, or do not "
-            "write in place"
-        )
-    elif "requires grad" in str(error) or "require grad" in str(error):
-        message = f"nothing in it requires a gradient: {message}"
-    return f"{type(error).__name__}: {message}{where}"

@@ -41,7 +41,7 @@ class KnownValues(TorchFunctionMode):
             with _disable_current_modes():
                 return func(*self._real(args), **kwargs)
         result = func(*args, **kwargs)
-        changes = changes_its_first(func, kwargs) or getattr(func, "__name__", "") == "__setitem__"
+        changes = changes_its_first(func, kwargs)
         changed = [kwargs["out"]] if "out" in kwargs else args[:1] if changes else ()
         if known and "out" not in kwargs:
             self._follow(func, args, kwargs, result, changes=bool(changed))

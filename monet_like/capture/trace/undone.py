@@ -71,14 +71,14 @@ class Undone(TorchDispatchMode):
     A tensor is copied when it is first written, so that only what changes takes memory.
     """
 
-    def __init__(self, device: torch.device, inputs: Sequence[torch.Tensor]) -> None:
+    def __init__(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
         """Args: device: whose generator may be drawn from.
 
-        inputs: leaves of autograd's graph among them stay such leaves.
+        tensors: leaves of autograd's graph among them stay such leaves.
         """
         super().__init__()
         self._device = device
-        self._leaves = [(tensor, tensor.requires_grad) for tensor in inputs if tensor.is_leaf]
+        self._leaves = [(tensor, tensor.requires_grad) for tensor in tensors if tensor.is_leaf]
         self._contents = Contents()
         self._made: dict[int, None] = {}  # storages that operators have made since
 

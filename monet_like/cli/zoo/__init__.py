@@ -17,7 +17,8 @@ from ...errors import MonetError, UsageError
 from ...ir.frames import frame_of
 from ...ir.units import format_bytes, format_seconds
 from ...zoo.download import cached_path, download, find_record
-from ...zoo.registry import Listed, Registry, zoo_folder
+from ...zoo.registry import Registry, zoo_folder
+from ...zoo.rows import Listed
 from ..inspect import show_record
 from ..output import check_results, write_table
 from ..terminal import Terminal, aligned_table

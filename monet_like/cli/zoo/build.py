@@ -9,7 +9,6 @@ with the same versions the same bytes come out again. The registry has both.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,14 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.overrides import TorchFunctionMode
 
-from ...capture.captured import Captured
-from ...compiler.pipeline import make_record, prepare
-from ...compiler.prepared import Prepared
-from ...compiler.problem import Problem, read_problem
-from ...compiler.request import captured_for
+from ...compiler.pipeline import make_record
 from ...errors import InfeasibleError, ScheduleFileError, UsageError
 from ...ir.profile_file import Profile
 from ...ir.program import Cost
@@ -39,7 +32,9 @@ from ...profile.devices import DEVICES, DeviceLimits
 from ...profile.roofline import ROOFLINE_VERSION
 from ...zoo.catalogue import CATALOGUE, MODE, PROFILES, Entry
 from ...zoo.model_file import SUFFIX
-from ...zoo.registry import FILE_NAME, Listed, Refused, Registry
+from ...zoo.registry import FILE_NAME, Registry
+from ...zoo.rows import Listed, Refused
+from .problems import captured_model, prepared_model
 
 #: Policies that the local search judges for each plan, in each of its two annealings.
 EVALUATIONS = 25_000
@@ -161,21 +156,6 @@ def roofline_source(profile: str) -> str:
     return f"roofline:{profile} version {ROOFLINE_VERSION}"
 
 
-def zoo_problem(model: str, batch: int, device: str, mode: str = MODE) -> Problem:
-    """A model of the zoo, its inputs and the request, without Liger's kernels wherever it is built; weights are not
-    filled.
-
-    Args:
-        device: ``cpu`` or ``cuda``, which need not be here.
-    """
-    with _Unfilled():
-        problem = read_problem(
-            model=model, batch=str(batch), budget="1", mode=mode, solver="HIGHS", device=device, dtype="float32",
-            input_shape=None, measured=False,
-        )  # fmt: skip
-    return replace(problem, request=replace(problem.request, liger=False))
-
-
 @dataclass(frozen=True)
 class _Model:
     """One model of the catalogue, captured once for each kind of device and priced once for each profile."""
@@ -218,7 +198,7 @@ class _Model:
         return [row for row in registry.rows if row.name.startswith(start) and row.profile == limits.name]
 
     def fingerprint(self, device: str) -> str:
-        return _captured(self.entry.model, self.entry.batch, device)[1].program.fingerprint
+        return captured_model(self.entry.model, self.entry.batch, device)[1].program.fingerprint
 
     def plan(self, budget: str, limits: DeviceLimits, evaluations: int) -> _Planned:
         """Plan one budget."""
@@ -274,23 +254,6 @@ def described(record: ScheduleRecord, batch: int) -> dict[str, Any]:
     }
 
 
-@functools.lru_cache(maxsize=2)  # of one model, for GPUs and CPUs: a program takes tens of megabytes
-def _captured(model: str, batch: int, device: str) -> tuple[Problem, Captured]:
-    """Capture a model for one kind of device; all its profiles share the program."""
-    problem = zoo_problem(model, batch, device)
-    return problem, captured_for(problem.request, problem.request.example)
-
-
-@functools.lru_cache(maxsize=len(PROFILES))
-def prepared_model(model: str, batch: int, profile: str) -> tuple[Problem, Prepared]:
-    """A model's program with costs from the datasheet rates of a profile."""
-    # The zoo's budgets, as MONeT's, are without cuBLAS's workspaces, which are others in each version of PyTorch.
-    limits = replace(DEVICES[profile], cublas_bytes=0, product_bytes=0)
-    problem, captured = _captured(model, batch, limits.device)
-    request = replace(problem.request, made_last=captured.made_last)  # for all cards the same program
-    return problem, prepare(request, problem.device, profile=limits, captured=captured)
-
-
 def add_measured(folder: Path, path: Path, name: str, profile: str, profile_file: Path) -> Listed:
     """Add a schedule that was planned from a measured profile to the folder's registry.
 
@@ -343,7 +306,7 @@ def verify(registry: Registry, listed: Listed, *, simulated: bool = True) -> Non
         raise ScheduleFileError(f"{listed.path} and the registry differ in what they promise; build the zoo again")
     if not simulated:
         return
-    _, captured = _captured(listed.model, listed.batch, listed.device)
+    _, captured = captured_model(listed.model, listed.batch, listed.device)
     if captured.program.fingerprint != record.fingerprint:
         raise ScheduleFileError(
             f"{listed.full_name} was made for another program than {listed.model} is with PyTorch {torch.__version__} "
@@ -365,37 +328,6 @@ def _costs(registry: Registry, listed: Listed) -> Mapping[str, Cost]:
     if listed.kind == "measured":
         return Profile.load(registry.folder / listed.profile_source).costs
     return prepared_model(listed.model, listed.batch, listed.profile)[1].costs
-
-
-class _Unfilled(TorchFunctionMode):
-    """Leaves large new weights unfilled: only their shapes matter, and untouched memory costs nothing."""
-
-    _FILL = frozenset(
-        {
-            "uniform_",
-            "normal_",
-            "trunc_normal_",
-            "zero_",
-            "fill_",
-            "constant_",
-            "erfinv_",
-            "mul_",
-            "add_",
-            "clamp_",
-            "kaiming_uniform_",
-        }
-    )
-    _LARGE = 2**16
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        name = getattr(func, "__name__", "")
-        first = args[0] if args else (kwargs or {}).get("tensor")
-        parameter = isinstance(first, nn.Parameter) and first.numel() > self._LARGE
-        if parameter and name in self._FILL:
-            return first
-        return func(*args, **(kwargs or {}))
 
 
 def select(names: Sequence[str], entries: Sequence[Entry] = CATALOGUE) -> tuple[Entry, ...]:

@@ -7,7 +7,8 @@ from pathlib import Path
 from ...errors import UsageError
 from ...files import write_atomically
 from ...ir.units import GIB, format_seconds
-from ...zoo.registry import Listed, Refused, Registry, place
+from ...zoo.registry import Registry
+from ...zoo.rows import Listed, Refused, place
 
 BEGIN, END = "<!-- zoo table: begin (monet-like zoo table) -->", "<!-- zoo table: end -->"
 

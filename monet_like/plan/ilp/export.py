@@ -34,8 +34,9 @@ from ...ir.units import MOST_BYTES, format_bytes
 from ...solvers.matrix import Expr, MatrixProgram
 from ...solvers.models import cvxpy_problem, pulp_problem
 from ..subprogram import Subprogram, has_overlap, without_refused
+from .columns import Options
 from .decode import decode, encode
-from .formulation import Formulation, Options
+from .formulation import Formulation
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -51,126 +51,26 @@ Three options make the program smaller and are *not* exact:
 * window: a task runs again at most ``window`` slots before the first slot that can use its results.
 * reading_only: tasks run again only in stages whose slot reads a forward value, or where the start has a rerun.
 
-The file is long because the equations and the functions that write them stand together.
+`Columns` makes the columns; the rows and the objective are written here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from ...ir.program import Cost, Program, Task
-from ...ir.schedule import Schedule
 from ...ir.simulate import cost_of
-from ...solvers.matrix import ONE, ZERO, Builder, Expr, MatrixProgram, total
+from ...solvers.matrix import ONE, ZERO, Expr, MatrixProgram, total
 from ..analysis import (
-    BackwardBytes,
-    Needs,
-    dominated_tasks,
-    find_backward_bytes,
-    find_needs,
     net_workspace,
-    pinned_values,
-    useful_ways,
 )
+from .columns import Columns
 
 
-@dataclass(frozen=True)
-class Options:
-    """Restrictions of the integer program; the default is exact.
-
-    Attributes:
-        pin_bytes: values up to this size are always kept.
-        window: slots before the first use from which a task may run again; None: from the first on.
-        reading_only: tasks run again only in `Needs.reading_stages` and where an admitted schedule has a rerun.
-    """
-
-    pin_bytes: int = 0
-    window: int | None = None
-    reading_only: bool = False
-
-    @property
-    def restricted(self) -> bool:
-        """Whether a bound of the program is not one for all schedules."""
-        return self != Options()
-
-
-class Formulation:
+class Formulation(Columns):
     """The integer program of one program, its costs and a budget, as columns and rows of a matrix."""
 
-    def __init__(
-        self,
-        program: Program,
-        costs: Mapping[str, Cost],
-        budget_bytes: int,
-        extra_bytes: int = 0,
-        options: Options = Options(),
-        admit: Schedule | None = None,
-        above_bytes: int = 0,
-    ) -> None:
-        """Build all columns, and all rows but the memory rows (9) of reruns.
-
-        Args:
-            admit: a schedule whose runs get columns whatever the options say, to start from it.
-            above_bytes: if not 0, the peak may exceed the budget by at most this many bytes, and the objective is the
-                bytes by which it does, instead of seconds.
-        """
-        self.program, self.costs, self.budget, self.options = program, costs, budget_bytes, options
-        self.needs: Needs = find_needs(program)
-        self.backward: BackwardBytes = find_backward_bytes(program)
-        self.builder = Builder()
-        self.above_bytes = above_bytes
-        #: The share of ``above_bytes`` by which the peak is above the budget.
-        self.over: Expr = self.builder.column(integral=False) if above_bytes else ZERO
-        self.admitted = {(p, slot + 1) for slot, tasks in enumerate(admit.again if admit else ()) for p in tasks}
-        self.outputs = frozenset(program.outputs)
-        self.dominated = dominated_tasks(program, costs, self.needs.groups)
-        self.pinned = pinned_values(program, options.pin_bytes)
-        self.tracked = tuple(
-            v
-            for v, value in enumerate(program.values)
-            if value.kind == "forward" and v not in self.outputs and v not in self.pinned and program.producers[v]
-        )
-        self.group_of = {p: g for g, group in enumerate(self.needs.groups) for p in group}
-        self.readers = _readers(program)
-        self.span = {
-            v: (self.group_of[program.producers[v][0]], self.group_of[program.producers[v][-1]])
-            for v in {*self.tracked, *program.outputs}
-        }
-        #: Values made in the forward alone that a rerun reads before the place where they were made.
-        self.read_before = frozenset(
-            v for v in self.tracked if any(self.group_of[p] < self.span[v][0] for p in self.readers[v])
-        )
-        #: Resident throughout the step, in bytes; pinned values and outputs come on top.
-        self.resident = program.resident_bytes + extra_bytes
-        self.output_bytes = sum(program.values[v].bytes for v in self.outputs)
-        self.resident += sum(program.values[v].bytes for v in self.pinned)
-        seconds = [cost_of(task, costs).seconds for group in (program.tasks, *program.slots) for task in group]
-        #: Objective unit: about a thousandth of the step, so that solver tolerances mean the same for every model.
-        self.seconds_per_unit = (sum(seconds) or 1.0) / 1000
-        #: The stages in which tasks may run.
-        self.stages = self.needs.stages
-        if options.reading_only:
-            self.stages = tuple(sorted({*self.needs.reading_stages, *(t for _, t in self.admitted)}))
-        self.e: dict[tuple[int, int], Expr] = {}
-        self.w: dict[int, tuple[Expr, ...]] = {}
-        self.K: dict[tuple[int, int], Expr] = {}
-        self._above: dict[tuple[int, int, int], Expr] = {}
-        self._ways_reading: dict[int, dict[int, Expr]] = {}
-        self._reading: dict[tuple[int, int], list[int]] = {}
-        self._between: dict[tuple[int, int, int], Expr] = {}
-        self._run_rows: set[tuple[int, int]] = set()
-        #: Stage and group of every memory row, by the row's number; group -1: the row is the slot's (8).
-        self.memory_rows: dict[int, tuple[int, int]] = {}
-        self._build()
-
-    # ---- columns ------------------------------------------------------------------------------------------
-
     def _build(self) -> None:
-        self._previous = dict(zip(self.stages[1:], self.stages, strict=False))
-        self._run_columns()
-        self._way_columns()
-        self._carry_columns()
+        super()._build()
         self._output_rows()
         for stage in self.stages:
             self._read_rows(stage)
@@ -178,174 +78,6 @@ class Formulation:
         self._slot_rows()
         for group in range(len(self.needs.groups)):
             self.add_run_row(0, group)
-
-    def _run_columns(self) -> None:
-        """Columns e and rows (2). A task that certainly runs in the forward has no column."""
-        needed = self._needed_groups()
-        for group, members in enumerate(self.needs.groups):
-            first = [p for p in members if self.program.tasks[p].runs != "again" and p not in self.dominated]
-            if group in needed and len(first) == 1:
-                self.e[first[0], 0] = ONE
-                self.builder.offset += self._units(self.program.tasks[first[0]])
-            else:
-                for p in first:
-                    self.e[p, 0] = self.builder.column(self._units(self.program.tasks[p]))
-                self._choose_one([self.e[p, 0] for p in first], must=group in needed)
-            stages = [(p, t) for p in members for t in self._stages_of(p)]
-            for p, t in stages:
-                self.e[p, t] = self.builder.column(self._units(self.program.tasks[p]))
-            for t in {t for _, t in stages}:
-                self._choose_one([self.e[p, t] for p in members if (p, t) in self.e], must=False)
-
-    def _choose_one(self, choices: list[Expr], must: bool) -> None:
-        if must:
-            self.builder.equal(total(choices), ONE)
-        elif len(choices) > 1:
-            self.builder.at_most(total(choices), ONE)
-
-    def _needed_groups(self) -> set[int]:
-        """Groups of which one task must run in the forward, because an output comes from nowhere else."""
-        needed: set[int] = set()
-        wanted = set(self.outputs)
-        for group in reversed(range(len(self.needs.groups))):
-            members = [p for p in self.needs.groups[group] if self.program.tasks[p].runs != "again"]
-            for v in wanted:
-                makers = {p for p in self.program.producers[v] if self.program.tasks[p].runs != "again"}
-                if makers and makers <= set(members):
-                    needed.add(group)
-            if group in needed and members:
-                reads = [set(self.program.forward_reads(self.program.tasks[p])) for p in members]
-                wanted |= set.intersection(*reads)
-        return needed
-
-    def _stages_of(self, p: int) -> list[int]:
-        """The stages >= 1 in which task p may run again: while its results can still be needed."""
-        task = self.program.tasks[p]
-        results = [v for v in task.writes if v not in self.pinned]
-        if not self.needs.rerun[p] or p in self.dominated:
-            return []
-        if not results:
-            return []
-        last = max(self.needs.last[v] for v in results)
-        window = self.options.window
-        start = 1 if window is None else min(self.needs.first[v] for v in results) - window
-        return [t for t in self.stages[1:] if t <= last and (t >= start or (p, t) in self.admitted)]
-
-    def _way_columns(self) -> None:
-        """Columns w and rows (3)."""
-        for slot, ways in enumerate(self.program.slots):
-            possible = useful_ways(self.program, self.costs, slot, self.backward.possible[slot])
-            if len(possible) == 1:
-                chosen = [ONE if k in possible else ZERO for k in range(len(ways))]
-                self.builder.offset += self._units(ways[possible[0]])
-            else:
-                chosen = [
-                    self.builder.column(self._units(way)) if k in possible else ZERO for k, way in enumerate(ways)
-                ]
-                self.builder.equal(total(chosen), ONE)
-            self.w[slot + 1] = tuple(chosen)
-
-    def _carry_columns(self) -> None:
-        """Columns K and rows (4); a stage that can neither make nor read the value keeps the column of the stage
-        before.
-        """
-        for v in self.tracked:
-            held = ZERO
-            for t in self.stages:
-                if t >= self.needs.last[v]:
-                    break
-                makers = self._made(v, t)
-                if t and makers.is_zero and not self._may_read(v, t):
-                    self.K[v, t] = held
-                    continue
-                if held.is_zero and makers.is_zero:
-                    continue
-                column = self.builder.column()
-                self.builder.at_most(column, held + makers)
-                self.K[v, t] = held = column
-
-    def _may_read(self, v: int, t: int) -> bool:
-        return not self._way_reads(v, t).is_zero or any((p, t) in self.e for p in self.readers[v])
-
-    def _units(self, task: Task) -> float:
-        return cost_of(task, self.costs).seconds / self.seconds_per_unit
-
-    # ---- expressions --------------------------------------------------------------------------------------
-
-    def _made(self, v: int, t: int, *, low: int = 0, high: int | None = None) -> Expr:
-        """Sum of e[p,t] over the producers of v, those in groups low <= g < high only."""
-        parts = []
-        for p in self.program.producers[v]:
-            if (p, t) in self.e and low <= self.group_of[p] and (high is None or self.group_of[p] < high):
-                parts.append(self.e[p, t])
-        return total(parts)
-
-    def _way_reads(self, v: int, t: int) -> Expr:
-        """Sum of w[k,t] over the ways that read v."""
-        if t not in self._ways_reading:
-            self._ways_reading[t] = self._reads_of_ways(t)
-        return self._ways_reading[t].get(v, ZERO)
-
-    def _reads_of_ways(self, t: int) -> dict[int, Expr]:
-        if t == 0:
-            return {}
-        ways = [(way, w) for way, w in zip(self.program.slots[t - 1], self.w[t], strict=True) if not w.is_zero]
-        found: dict[int, Expr] = {}
-        for v in {v for way, _ in ways for v in way.reads}:
-            chosen = [w for way, w in ways if v in way.reads]
-            found[v] = ONE if len(chosen) == len(ways) else total(chosen)
-        return found
-
-    def _group_reads(self, v: int, group: int, t: int) -> Expr:
-        """Sum of e[p,t] over the tasks of the group that read v."""
-        members = self.needs.groups[group]
-        return total(self.e[p, t] for p in members if (p, t) in self.e and v in self.program.tasks[p].reads)
-
-    def _incoming(self, v: int, t: int) -> Expr:
-        return ZERO if t == 0 else self.K.get((v, self._previous[t]), ZERO)
-
-    def _available(self, v: int, t: int) -> Expr:
-        """Whether v can be read in stage t: carried into it, or made in it."""
-        if v in self.outputs:
-            return ONE if t else self._made(v, t)
-        if v not in self.pinned:
-            return self._incoming(v, t) + self._made(v, t)
-        return self._made(v, 0)
-
-    def _alive_at_slot(self, v: int, t: int) -> Expr:
-        """Y, rows (7)."""
-        return self._alive_from(v, len(self.needs.groups), t)
-
-    def _alive_from(self, v: int, group: int, t: int) -> Expr:
-        """L, rows (7): v, once made, is needed by group g of stage t or later."""
-        later = next((g for g in self._reader_groups(v, t) if g >= group), len(self.needs.groups))
-        key = (v, later, t)
-        if key not in self._above:
-            if later == len(self.needs.groups):
-                parts = [self._way_reads(v, t), self.K.get((v, t), ZERO)]
-            else:
-                parts = [self._alive_from(v, later + 1, t), self._group_reads(v, later, t)]
-            self._above[key] = self.builder.highest(parts)
-        return self._above[key]
-
-    def _reader_groups(self, v: int, t: int) -> list[int]:
-        if (v, t) not in self._reading:
-            self._reading[v, t] = sorted({self.group_of[p] for p in self.readers[v] if (p, t) in self.e})
-        return self._reading[v, t]
-
-    def _alive_between(self, v: int, group: int, t: int) -> Expr:
-        """For a value with producers on both sides of the group: carried in, or made before it, needed and not made
-        later.
-        """
-        later = self._made(v, t, low=group)
-        made = self._made(v, t, high=group)
-        condition = self._alive_from(v, self.span[v][1] + 1, t) + made + later * -1.0 + Expr(-1.0)
-        result = self.builder.column(integral=False)
-        for part in (self._incoming(v, t), condition):
-            self.builder.at_most(part, result)
-        self.builder.follows.append((result.terms[0][0], (self._incoming(v, t), condition)))
-        self._between[v, group, t] = result
-        return result
 
     # ---- rows ---------------------------------------------------------------------------------------------
 
@@ -486,23 +218,3 @@ class Formulation:
     def over_column(self) -> int:
         """The column number of ``over``; only with ``above_bytes``."""
         return self.over.terms[0][0]
-
-
-def estimated_columns(program: Program, needs: Needs, options: Options = Options()) -> int:
-    """About how many columns the program has, at most: run columns, and as many for carrying."""
-    runs, window = 0, options.window
-    stages = needs.reading_stages if options.reading_only else needs.stages
-    for p, task in enumerate(program.tasks):
-        last = max((needs.last[v] for v in task.writes), default=0) if needs.rerun[p] else 0
-        first = 1 if window is None else min((needs.first[v] for v in task.writes), default=last) - window
-        runs += sum(max(1, first) <= t <= last for t in stages)
-    return 2 * runs
-
-
-def _readers(program: Program) -> tuple[tuple[int, ...], ...]:
-    """For every value, the forward tasks that read it."""
-    found: list[list[int]] = [[] for _ in program.values]
-    for index, task in enumerate(program.tasks):
-        for value in set(task.reads):
-            found[value].append(index)
-    return tuple(map(tuple, found))

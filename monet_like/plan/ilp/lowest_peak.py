@@ -22,8 +22,9 @@ from ...ir.simulate import Report, simulate
 from ...ir.units import format_bytes
 from ..analysis import find_needs, floor_bytes
 from ..local_search.searcher import find_start, smallest_known
+from .columns import estimated_columns
 from .decode import decode, encode
-from .formulation import Formulation, estimated_columns
+from .formulation import Formulation
 
 #: Programs with more columns than this are not asked for their lowest peak in one integer program.
 MOST_COLUMNS = 3000

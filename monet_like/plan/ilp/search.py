@@ -16,30 +16,28 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
-from ...errors import InfeasibleError, SolverError, warn_caller
+from ...errors import SolverError, warn_caller
 from ...ir.program import Cost, Program
 from ...ir.schedule import Schedule
 from ...ir.simulate import Report
-from ...ir.units import format_apart, format_bytes
+from ...ir.units import format_bytes
 from ...solvers.pool import Pool
-from ..analysis import default_pin_bytes, find_needs, floor_bytes
+from ..analysis import find_needs
 from ..bound.parts import PartsRelaxation
 from ..bound.refinement import Refinement
-from ..local_search.searcher import Searcher, find_start, smallest_known
+from ..local_search.searcher import Searcher, find_start
 from ..result import Plan
-from .formulation import Formulation, Options, estimated_columns
-from .incumbent import BoundKind, Incumbent
+from .columns import Options, estimated_columns
+from .formulation import Formulation
 from .lowest_peak import FindWithin, Lowest, find_lowest, is_small, smallest_known_budget
 from .primal_recovery import recover_plan
 from .row_generation import RowGeneration
+from .search_state import SearchState
 
-#: Seconds of the time limit for each round of annealing, at the start and at the end; see `find_start`.
-SECONDS_PER_ROUND = 30.0
 #: Programs with more columns than this are searched with a start window first.
 MOST_COLUMNS = 14_000
 #: Programs with more columns than this are not solved without restrictions: it would take minutes.
@@ -81,48 +79,8 @@ def find_within(
 
 
 @dataclass
-class Search:
-    """One search for the fastest plan; `run` is called once.
-
-    Attributes:
-        solver, time_limit_seconds, gap, extra_bytes, progress: as of `monet_like.plan.plan`.
-        options: restrictions of the integer program; None: chosen by its size.
-        threads: of the solver.
-        allowed: a further condition on plans, such as another system's rules; a schedule that it refuses is not a plan.
-        evaluations: of each annealing; 0: none; None: a second or two's worth.
-        start: a schedule to begin with.
-        lower_peak: whether to look for the lowest peak where nothing fits, for as long again as the time limit says.
-        seconds: wall seconds of every stage so far.
-        failed: which solver failed, and how; "" if none has.
-        incumbent: the best plan and the bounds so far.
-    """
-
-    program: Program
-    costs: Mapping[str, Cost]
-    budget_bytes: int
-    solver: str = "CBC"
-    time_limit_seconds: float = 60.0
-    gap: float = 0.01
-    extra_bytes: int = 0
-    progress: Callable[[str], None] | None = None
-    options: Options | None = None
-    threads: int = 1
-    allowed: Callable[[Schedule], bool] = lambda schedule: True
-    evaluations: int | None = None
-    start: Schedule | None = None
-    lower_peak: bool = True
-    seconds: dict[str, float] = field(
-        init=False,
-        default_factory=lambda: {"parts": 0.0, "heuristic": 0.0, "bound": 0.0, "build": 0.0, "solve": 0.0},
-    )
-    failed: str = field(init=False, default="")
-    incumbent: Incumbent = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.incumbent = Incumbent(
-            self.program, self.costs, self.budget_bytes, self.extra_bytes, self.gap, self.allowed, self.progress
-        )
-        self.pin_bytes = default_pin_bytes(self.program, self.budget_bytes)
+class Search(SearchState):
+    """One search for the fastest plan; `run` is called once."""
 
     def run(self) -> Plan:
         """The best plan found.
@@ -225,10 +183,13 @@ class Search:
             raise self._infeasible(proven=False)
         if self.best is None:
             smallest = f"; {smallest_known_budget(self.lowest[1])}" if self.lowest else ""
-            raise SolverError(
+            error = SolverError(
                 f"{solver} found no plan within {format_bytes(self.budget_bytes)} in {self.time_limit_seconds:g} s"
-                f" ({self.failed or verdict}){smallest}; allow more time or more memory"
+                f" ({self.failed or verdict}){smallest}; allow more time or more memory",
+                self.lowest and self.lowest[1].peak_bytes,
             )
+            error.smallest = self.lowest and self.lowest[0]
+            raise error
         return formulation
 
     def _plan_from_parts(self) -> Schedule | None:
@@ -390,61 +351,6 @@ class Search:
         self.failed = rows.failed or self.failed
         self.seconds["solve"] += time.monotonic() - begin
         return status
-
-    # ---- state --------------------------------------------------------------------------------------------
-
-    @property
-    def best(self) -> Schedule | None:
-        """The fastest schedule so far."""
-        return self.incumbent.best.schedule if self.incumbent.best is not None else None
-
-    def _closed(self, kind: BoundKind = "restricted") -> bool:
-        return self.incumbent.closed(kind)
-
-    @property
-    def left(self) -> float:
-        """Wall seconds left."""
-        return self.time_limit_seconds - (time.monotonic() - self.incumbent.started)
-
-    @property
-    def _rounds(self) -> int:
-        return 1 + int(self.time_limit_seconds / SECONDS_PER_ROUND)
-
-    def _is_time_up(self, fits: bool) -> bool:
-        """Whether the local search must end: at the time limit, or after as long again where nothing fits yet."""
-        known = fits or self.best is not None
-        return self.evaluations is None and self.left <= (0 if known else -self.time_limit_seconds)
-
-    @cached_property
-    def lowest(self) -> tuple[Schedule, Report] | None:
-        """The schedule with the lowest peak that is known, and its report."""
-        return smallest_known(self.program, self.costs, extra_bytes=self.extra_bytes)
-
-    def _check_lower_bound(self) -> None:
-        """Refuse without a solver a budget in which one slot does not fit even by itself, in any of its ways."""
-        self.lower_bound = floor_bytes(self.program, self.costs, self.extra_bytes)
-        if self.lower_bound[0] > self.budget_bytes:
-            raise self._infeasible(proven=True, alone=self.lower_bound)
-
-    def _infeasible(self, proven: bool, alone: tuple[int, str] | None = None) -> InfeasibleError:
-        """The error that nothing fits.
-
-        Args:
-            proven: for all schedules; else none was found.
-            alone: bytes and name of a task that does not fit by itself.
-        """
-        known, least = self.lowest, alone[0] if alone else None
-        budget, *needed = format_apart(self.budget_bytes, *(() if least is None else (least,)))
-        message = f"no schedule fits into {budget} (proven)" if proven else f"found no schedule that fits into {budget}"
-        step = alone[1] if alone else ""
-        if alone:
-            message += f": {alone[1]} alone needs {needed[0]}"
-        smallest = None
-        if known is not None:
-            smallest, step = known[1].peak_bytes, step or known[1].peak_step.task
-            message += f"; {smallest_known_budget(known[1])}, which {known[1].peak_step.task} needs"
-        advice = "; give more memory or a smaller batch"
-        return InfeasibleError(message + advice, smallest, step, proven=proven, least_bytes=least)
 
     def _plan(self, formulation: Formulation | None, solver: str, interrupted: bool = False) -> Plan:
         if self.failed:

@@ -15,20 +15,26 @@ the program is::
 Pieces and moments are few, so HiGHS solves the program to optimality, mostly within a second. Where it finds nothing in
 time or fails, a search chooses (`_searched`), and `Choice.status` says so. Every result is counted again in whole bytes
 (`peak_of`).
+
+Where frozen weights may be streamed and that may save time, the program is solved once more for each way to do so, with
+the columns and rows of `monet_like.plan.step.streaming`.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any, Literal
 
-from ...errors import warn_caller
+from ...errors import InfeasibleError, warn_caller
 from ...ir.defaults import SOLVER
-from ...ir.step import Moment, Point, Step, peak_of, seconds_of
+from ...ir.step import Moment, Point, Step, peak_of, seconds_of, streamed_bytes
+from ...ir.units import format_bytes
 from ...solvers.interface import Solution, solve
 from ...solvers.matrix import Builder, Expr, total
+from .streaming import Streams, as_given
 
 #: ``optimal``: proven to the gap asked for; ``feasible``: a solver's choice, not proven; ``searched``: by a search
 #: without a solver.
@@ -36,6 +42,8 @@ ChoiceStatus = Literal["optimal", "feasible", "searched"]
 
 #: Relative gap at which the outer program is solved.
 GAP = 1e-4
+#: The same where weights may be streamed: their program has clocks, and takes longer.
+STREAMING_GAP = 5e-3
 #: A solver may be over the budget by its tolerance: then it is asked again for so much less.
 SPARE = 1e-6
 
@@ -53,6 +61,7 @@ class Choice:
             `monet_like.plan.proven_choice`, of all.
         status: how well it is known to be the fastest, or of `smallest` to have the lowest peak.
         reason: where it was ``searched``: why the solver found nothing, in its own words.
+        moments: name and bytes of every moment, for people; none: not asked for.
     """
 
     points: tuple[Point, ...]
@@ -62,6 +71,27 @@ class Choice:
     bound_seconds: float
     status: ChoiceStatus = "optimal"
     reason: str = ""
+    moments: tuple[tuple[str, int], ...] = ()
+
+    def check_fits(self, budget_bytes: int, solver: str, more: str = "") -> None:
+        """Refuse a budget that this choice, the one with the lowest peak that was found, exceeds.
+
+        Args:
+            more: to be said of what else would do.
+
+        Raises:
+            InfeasibleError: says what would do.
+        """
+        if self.peak_bytes <= budget_bytes:
+            return
+        without = f"; they were found without the solver {solver} ({self.reason})" if self.status == "searched" else ""
+        raise InfeasibleError(
+            f"no schedules of the blocks fit the step into {format_bytes(budget_bytes)}: with the smallest that were "
+            f"found it needs {format_bytes(self.peak_bytes)} ({self.peak_bytes} bytes), {self.moment}; give that much, "
+            f"a smaller batch or shorter sequences, or shard the model over more processes{more}{without}",
+            self.peak_bytes,
+            self.moment,
+        )
 
 
 def fastest(
@@ -86,41 +116,70 @@ def fastest(
     Raises:
         SolverError: the solver is missing.
     """
-    return _fastest(step, budget_bytes, solver, time_limit_seconds, enough_seconds) or smallest(
-        step, solver=solver, time_limit_seconds=time_limit_seconds
-    )
+    step, ends = as_given(step), time.monotonic() + time_limit_seconds
+    best = _fastest(step, None, budget_bytes, solver, time_limit_seconds, enough_seconds)
+    ways = [] if best is not None and best.seconds <= _least_seconds(step) else Streams.of(step)
+    for place, way in enumerate(ways):
+        left = max(0.0, ends - time.monotonic()) / (len(ways) - place)
+        found = _fastest(step, way, budget_bytes, solver, left, enough_seconds)
+        if found is not None and best is not None:
+            bound = min(best.bound_seconds, found.bound_seconds)
+            found = replace(min(best, found, key=lambda one: one.seconds), bound_seconds=bound)
+        best = found or best
+    return best or smallest(step, solver=solver, time_limit_seconds=time_limit_seconds)
+
+
+def _least_seconds(step: Step) -> float:
+    """Those of all pieces by their fastest points, which need not fit."""
+    return sum(piece.calls * min(point.seconds for point in piece.menu) for piece in step.pieces)
 
 
 def _fastest(
-    step: Step, budget_bytes: int, solver: str, time_limit_seconds: float, enough_seconds: float
+    step: Step, way: Streams | None, budget_bytes: int, solver: str, time_limit_seconds: float, enough_seconds: float
 ) -> Choice | None:
-    """Points within the budget; None if none are found."""
+    """Points within the budget; None if none are found.
+
+    Args:
+        way: how weights may be streamed; None: as the menus' points have it.
+    """
     points = tuple(min(menu, key=lambda p: p.numbers) for menu in step.menus)
     seconds = seconds_of(step, points)
     if peak_of(step, points)[0] <= budget_bytes:
         return _choice(step, points, seconds)
     bound, unit = 0.0, seconds / len(step.pieces) or 1.0
     target = {"objective_target": enough_seconds / unit} if enough_seconds and solver.upper() == "HIGHS" else None
-    ends = time.monotonic() + time_limit_seconds
+    ends, gap = time.monotonic() + time_limit_seconds, GAP if way is None else STREAMING_GAP
     for limit in (budget_bytes, int(budget_bytes * (1 - SPARE))):
         builder, columns = _program(step, unit)
+        streamed, more = _streaming(step, way, builder)
+        if way is not None:
+            way.clocks(builder, streamed, columns, unit)
         for row in step.distinct_moments:
-            builder.fits(_contents(row, step, columns), limit)
+            builder.fits([*_contents(row, step, columns), *more], limit)
         left = max(0.0, ends - time.monotonic())
-        found = solve(builder.finish(unit), solver, time_limit_seconds=left, gap=GAP, options=target)
+        found = solve(builder.finish(unit), solver, time_limit_seconds=left, gap=gap, options=target)
         if found.x is None and found.status != "infeasible":
             _tell_failure(solver, found)
-            searched = _searched(step, budget_bytes)
+            searched = _searched(step, way, budget_bytes)
             return None if searched is None else _choice(step, searched, seconds, "searched", found.message)
         if found.x is None:
             return None
         points = _points(step, columns, found.x)
+        if way is not None:
+            points = way.taken(points, streamed, found.x)
         bound = bound or found.bound_seconds
         if peak_of(step, points)[0] <= budget_bytes:
             mine = seconds_of(step, points)
             status = "optimal" if mine <= enough_seconds else _known(found)
             return _choice(step, points, min(bound, mine), status)
     return None
+
+
+def _streaming(step: Step, way: Streams | None, builder: Builder) -> tuple[list[Expr], list[Expr]]:
+    """The columns that say which pieces stream their weights, and what that adds to each moment, in bytes."""
+    if way is not None:
+        return way.rows(builder)
+    return [], [Expr(float(streamed_bytes(step, [menu[0] for menu in step.menus])))]
 
 
 def _choice(
@@ -145,12 +204,12 @@ def _tell_failure(solver: str, found: Solution) -> None:
         )
 
 
-def _searched(step: Step, budget_bytes: int) -> tuple[Point, ...] | None:
+def _searched(step: Step, way: Streams | None, budget_bytes: int) -> tuple[Point, ...] | None:
     """Points within the budget, by a search that needs no solver; None if it finds none.
 
-    It begins with the points that carry least, or with those whose backward has the lowest peak. It changes one piece
-    at a time: first so that the step's peak falls most, until it fits; then so that most seconds are gained and it
-    still fits.
+    It begins with the points that carry least, or with those whose backward has the lowest peak, streams all weights
+    that it may, and changes one piece at a time: first so that the step's peak falls most, until it fits; then so that
+    most seconds are gained and it still fits.
     """
 
     def peak(points: tuple[Point, ...]) -> int:
@@ -161,41 +220,55 @@ def _searched(step: Step, budget_bytes: int) -> tuple[Point, ...] | None:
 
     starts = (lambda p: (p.carried_bytes, p.numbers), lambda p: (p.backward_peak_bytes, p.numbers))
     points = min((tuple(min(menu, key=key) for menu in step.menus) for key in starts), key=peak)
+    points = points if way is None else way.all(points)
     while peak(points) > budget_bytes:
-        lower = min(_one_changed(step, points), key=peak)
+        lower = min(_one_changed(step, way, points), key=peak)
         if peak(lower) >= peak(points):
             return None
         points = lower
     while True:
-        faster = sorted((p for p in _one_changed(step, points) if seconds(p) < seconds(points)), key=seconds)
-        fitting = next((p for p in faster if peak(p) <= budget_bytes), None)
+        now, timed = seconds(points), ((seconds(p), p) for p in _one_changed(step, way, points))
+        faster = sorted((each for each in timed if each[0] < now), key=itemgetter(0))
+        fitting = next((p for _, p in faster if peak(p) <= budget_bytes), None)
         if fitting is None:
             return points
         points = fitting
 
 
-def _one_changed(step: Step, points: tuple[Point, ...]) -> Iterator[tuple[Point, ...]]:
-    """The same points with another one for one piece."""
+def _one_changed(step: Step, way: Streams | None, points: tuple[Point, ...]) -> Iterator[tuple[Point, ...]]:
+    """The same points with another one for one piece, or with its weights elsewhere."""
     for place, menu in enumerate(step.menus):
         for point in menu:
-            yield (*points[:place], point, *points[place + 1 :])
+            changed = point if way is None else replace(point, ahead=points[place].ahead)
+            yield (*points[:place], changed, *points[place + 1 :])
+    if way is not None:
+        yield from way.one_changed(points)
 
 
 def smallest(step: Step, *, solver: str = SOLVER, time_limit_seconds: float = 60.0) -> Choice:
     """The points with the lowest peak of the whole step; where the solver finds none in time, those that
     carry least.
     """
+    ways = (None, *Streams.of(step))
+    found = [_smallest(step, way, solver, time_limit_seconds / len(ways)) for way in ways]
+    return min(found, key=lambda choice: choice.peak_bytes)
+
+
+def _smallest(step: Step, way: Streams | None, solver: str, time_limit_seconds: float) -> Choice:
     lean = tuple(min(menu, key=lambda p: (p.carried_bytes, p.numbers)) for menu in step.menus)
-    above = peak_of(step, lean)[0]
+    lean = lean if way is None else way.all(lean)
+    above = max(1, peak_of(step, lean)[0])
     builder, columns = _program(step, None)
+    streamed, more = _streaming(step, way, builder)
     share = builder.column(1.0, integral=False)  # of that peak
     for row in step.distinct_moments:
-        builder.at_most(total(_contents(row, step, columns)) * (1 / above), share)
+        builder.at_most(total([*_contents(row, step, columns), *more]) * (1 / above), share)
     found = solve(builder.finish(1.0), solver, time_limit_seconds=time_limit_seconds, gap=SPARE)
     if found.x is None:
         _tell_failure(solver, found)
         return _choice(step, lean, 0.0, "searched", found.message)
-    points = min(lean, _points(step, columns, found.x), key=lambda p: peak_of(step, p))
+    taken = _points(step, columns, found.x)
+    points = min(lean, taken if way is None else way.taken(taken, streamed, found.x), key=lambda p: peak_of(step, p))
     return _choice(step, points, 0.0, _known(found))
 
 

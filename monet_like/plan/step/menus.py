@@ -75,7 +75,15 @@ def point_of(
         max((step.bytes for step in freed), default=there) - there,
         max((step.bytes - _added_bytes(program, handed, step) for step in freed), default=there) - there,
         tuple(sorted((kept & outputs) | _kept_inputs(program, schedule))),
+        sum(step.seconds for step in whole.steps[:forward]),
+        min(_fetch_seconds(program, schedule, costs), sum(step.seconds for step in whole.steps[forward:])),
     )
+
+
+def _fetch_seconds(program: Program, schedule: Schedule, costs: Mapping[str, Cost]) -> float:
+    """Seconds of the copies from the host that a schedule's backward makes."""
+    tasks = (program.tasks[index] for again in schedule.again for index in again)
+    return sum(costs[task.cost].seconds for task in tasks if task.copies in ("start", "whole"))
 
 
 def _added_bytes(program: Program, handed: Mapping[int, int], step: Run) -> int:
@@ -173,7 +181,8 @@ class _Asked:
     def points(self) -> Iterator[Point]:
         """All points that are found, dominated ones included."""
         program = self.program
-        room = 2 * (program.resident_bytes + sum(value.bytes for value in program.values))
+        workspace = max((cost.workspace_bytes for cost in self.costs.values()), default=0)
+        room = 2 * (program.resident_bytes + sum(value.bytes for value in program.values) + workspace)
         fastest = self.within(room, room) or replace(self, strategy="heuristic").within(room, room)
         if fastest is None:
             raise SolverError("the planner found no schedule of the block at all")

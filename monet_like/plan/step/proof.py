@@ -19,6 +19,7 @@ from ...ir.step import Moment, Point, Step
 from ..bound.prices import Relaxations, step_bound
 from .choice import Choice, fastest
 from .menus import efficient
+from .streaming import most_freed
 
 #: Relative distance from the bound at which no better bound and no faster choice is looked for.
 NEAR = 0.003
@@ -80,7 +81,8 @@ class Chooser:
             return False
         started = time.monotonic()
         found = step_bound(
-            self.step, self.relaxations, self.budget_bytes, known=None if known is None else known.points, gap=NEAR,
+            self.step, self.relaxations, self.budget_bytes + most_freed(self.step),
+            known=None if known is None else known.points, gap=NEAR,
             time_limit_seconds=max(0.0, min(self.bound_seconds, self.seconds_left() / 2)),
         )  # fmt: skip
         self.bound_seconds -= time.monotonic() - started

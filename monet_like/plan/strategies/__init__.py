@@ -108,7 +108,8 @@ def checkmate(
     """
     started = time.monotonic()
     plain = plain_operators(program)
-    found = Search(plain.program, costs, budget_bytes, extra_bytes=extra_bytes, **settings).run()
+    with plain.planning():
+        found = Search(plain.program, costs, budget_bytes, extra_bytes=extra_bytes, **settings).run()
     seconds = time.monotonic() - started
     return _judged("checkmate", program, costs, plain.whole(found.schedule), extra_bytes, seconds)
 
@@ -132,17 +133,23 @@ def heuristic(program: Program, costs: Mapping[str, Cost], budget_bytes: int, **
         return schedule
     if found is not None and found.report.peak_bytes <= budget_bytes:
         return found.schedule
-    budget, known = format_bytes(budget_bytes), ""
-    if found is not None:
-        known = f"; {smallest_known_budget(found.report)}"
-        if found.proven_bytes > budget_bytes:
-            raise InfeasibleError(
-                f"no schedule fits into {budget} (proven){known}; give more memory or a smaller batch",
-                found.report.peak_bytes,
-                found.report.peak_step.task,
-                proven=True,
-            )
-    raise SolverError(f"the heuristic found no schedule within {budget}{known}; allow more memory or use strategy milp")
+    budget = format_bytes(budget_bytes)
+    if found is None:
+        raise SolverError(f"the heuristic found no schedule within {budget}; allow more memory or use strategy milp")
+    known, report = smallest_known_budget(found.report), found.report
+    error: InfeasibleError | SolverError = SolverError(
+        f"the heuristic found no schedule within {budget}; {known}; allow more memory or use strategy milp",
+        report.peak_bytes,
+    )
+    if found.proven_bytes > budget_bytes:
+        error = InfeasibleError(
+            f"no schedule fits into {budget} (proven); {known}; give more memory or a smaller batch",
+            report.peak_bytes,
+            report.peak_step.task,
+            proven=True,
+        )
+    error.smallest = found.schedule
+    raise error
 
 
 STRATEGIES: dict[str, Strategy] = {

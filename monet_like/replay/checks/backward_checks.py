@@ -30,14 +30,40 @@ def inner_results(captured: Captured) -> tuple[int, ...]:
     return tuple(position for position, tangent in enumerate(captured.tangents) if tangent in met)
 
 
-def watch_results(positions: Sequence[int], results: Sequence[torch.Tensor]) -> None:
+#: A hook of a tensor.
+Hook = Callable[[torch.Tensor], torch.Tensor | None]
+
+
+class Asked:
+    """What a backward asks of results from which others are made, beside the part of their gradients that comes from
+    outside.
+
+    Attributes:
+        hooks: by position, of the results of whose whole gradients something is asked.
+        error: says what.
+    """
+
+    def __init__(self) -> None:
+        self.hooks: dict[int, list[Hook]] = {}
+        self.error: UsageError | None = None
+
+    def taken(self) -> dict[int, list[Hook]]:
+        """The hooks, which another backward will not find here."""
+        hooks, self.hooks, self.error = self.hooks, {}, None
+        return hooks
+
+
+def watch_results(positions: Sequence[int], results: Sequence[torch.Tensor], asked: Asked | None = None) -> None:
     """Have a backward refuse to give a part of a gradient for the whole: where something asks for that of one of these
     results.
+
+    Args:
+        asked: where such is noted that another backward can give; None: there is none.
     """
     for position in positions:
         result = results[position]
         if result.grad_fn is not None:
-            first = _Watch(position, result)
+            first = _Watch(position, result, asked)
             hooks = _Hooks({-1: first})
             first.hooks = weakref.ref(hooks)
             result._backward_hooks = hooks
@@ -48,13 +74,25 @@ class _Hooks(OrderedDict[int, Any]):
     """The hooks of one result."""
 
     def __setitem__(self, key: int, hook: Any) -> None:
-        super().__setitem__(key, _Told(hook) if getattr(hook, "__module__", None) in _TOLD else hook)
+        module = getattr(hook, "__module__", None)
+        own = isinstance(hook, _Watch | _Later) or is_library(module)
+        super().__setitem__(key, _Told(hook) if module in _TOLD else hook if own else _Later(hook))
+
+
+class _Later:
+    """A hook for the whole gradient of a result, which is not known yet when hooks of results run."""
+
+    def __init__(self, hook: Hook) -> None:
+        self.hook = hook
+
+    def __call__(self, gradient: torch.Tensor | None) -> None:
+        """The backward calls the hook."""
 
 
 class _Told:
     """A hook that is to be told that a backward begins, and changes no gradient: also where its part of one is None."""
 
-    def __init__(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+    def __init__(self, hook: Hook) -> None:
         self.hook = hook
 
     def __call__(self, gradient: torch.Tensor | None) -> None:
@@ -82,8 +120,8 @@ class _Watch:
 
     __torch_unserializable__ = True
 
-    def __init__(self, position: int, result: torch.Tensor) -> None:
-        self.position, self.result = position, weakref.ref(result)
+    def __init__(self, position: int, result: torch.Tensor, asked: Asked | None = None) -> None:
+        self.position, self.result, self.by_another = position, weakref.ref(result), asked
         self.next_node: Any = result.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         self.hooks: weakref.ref[OrderedDict[int, Any]] | None = None
 
@@ -94,8 +132,7 @@ class _Watch:
             UsageError: the gradient of the result.
         """
         result, hooks = self.result(), self.hooks() if self.hooks is not None else None
-        others = [hook for hook in (hooks or {}).values() if not isinstance(hook, _Told)]
-        users = [hook for hook in others if not is_library(getattr(hook, "__module__", None))]
+        users = [hook.hook for hook in (hooks or {}).values() if isinstance(hook, _Later)]
         asked = ""
         if users:
             asked = "has a hook"
@@ -103,12 +140,28 @@ class _Watch:
             asked = "has retain_grad()"
         elif gradient is not None and not torch._C._will_engine_execute_node(self.next_node):
             asked = "is in a loss whose gradient with respect to results torch.autograd.grad is asked for"
-        if asked:
-            raise UsageError(
-                f"result {self.position} of the model {asked}, and other results are made from it; a schedule knows "
-                "only the part of its gradient that comes from outside the model. Register a hook in the forward, give "
-                "auto_schedule blocks=, or call the model that the schedule wraps"
-            )
+        if not asked:
+            return
+        error = UsageError(
+            f"result {self.position} of the model {asked}, and other results are made from it; a schedule knows "
+            "only the part of its gradient that comes from outside the model. Register a hook in the forward, give "
+            "auto_schedule blocks=, or call the model that the schedule wraps"
+        )
+        if self.by_another is None or not torch._C._will_engine_execute_node(self.next_node):
+            raise error
+        kept = [_keeping(result)] if result is not None and result.retains_grad else []
+        self.by_another.hooks[self.position], self.by_another.error = [*users, *kept], error
+
+
+def _keeping(result: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    """A hook that adds the whole gradient to what a result that retains it has now, before a part is added."""
+    before, there = result.grad, weakref.ref(result)
+
+    def keep(gradient: torch.Tensor) -> None:
+        if (held := there()) is not None:
+            held.grad = gradient.clone() if before is None else before + gradient
+
+    return keep
 
 
 def check_backward(captured: Captured, gradients: Sequence[torch.Tensor | None] = ()) -> None:

@@ -39,7 +39,7 @@ def structure(model: nn.Module) -> Any:
             elif part is not None:
                 places[id(part)] = len(modules)
                 modules.append(part)
-        names.append((*parts,))
+        names.append((*parts.keys(),))  # a scripted module's parts are no dict
         tensors += module._parameters.values()
         tensors += module._buffers.values()
     there = [tensor for tensor in tensors if tensor is not None]
@@ -67,8 +67,9 @@ def arguments(leaves: Sequence[Any]) -> Any:
         plain = acts_as_plain(leaf)
         one = first.setdefault(id(leaf), place) if may_have_gradient(leaf) else place
         own = (one, None if plain else type(leaf), attributes_of(leaf))
-        lies = leaf.stride() if leaf.layout is torch.strided else leaf.layout
-        described.append((*own, leaf.shape, leaf.dtype, leaf.device, lies, leaf.requires_grad, leaf.is_leaf))
+        lies = leaf.stride() if leaf.layout is torch.strided and not leaf.is_nested else leaf.layout
+        shape = None if leaf.is_nested else leaf.shape  # no call with nested tensors is captured
+        described.append((*own, shape, leaf.dtype, leaf.device, lies, leaf.requires_grad, leaf.is_leaf))
     return tuple(described)
 
 

@@ -7,7 +7,7 @@ a tensor later as it was, and no other tensor of the step may lie in the same me
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,10 +28,10 @@ def check_changeable(captured: Captured, residents: Sequence[torch.Tensor], inpu
         RuntimeError: PyTorch's own, of a leaf that requires a gradient.
         UsageError: another resident shares their memory.
     """
-    values = (*(v for _, v in captured.parameters), *(v for _, v in captured.buffers), *captured.inputs)
-    storages = [tensor.untyped_storage()._cdata for tensor in residents]
-    uses = Counter(storages)
-    for value, storage in zip(values, storages, strict=True):
+    values = _values(captured)
+    storages = {value: tensor.untyped_storage()._cdata for value, tensor in zip(values, residents, strict=True)}
+    uses = Counter(storages.values())
+    for value, storage in storages.items():
         if value in captured.changed and uses[storage] > 1:
             raise UsageError(
                 f"the forward changes {captured.program.values[value].name} in place, and another input, buffer or "
@@ -40,3 +40,24 @@ def check_changeable(captured: Captured, residents: Sequence[torch.Tensor], inpu
     for position in captured.written:
         if inputs[position].requires_grad and inputs[position].is_leaf:
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+
+
+def are_given_alike(captured: Captured, residents: Sequence[torch.Tensor]) -> bool:
+    """Whether what the forward changes in place is one tensor with another resident exactly where it was when it was
+    captured.
+    """
+    if captured.changed.isdisjoint(captured.inputs):
+        return True
+    tensors: dict[int, int] = {}
+    values: dict[int, set[int]] = {}
+    for value, tensor in zip(_values(captured), residents, strict=True):
+        if tensors.setdefault(value, id(tensor)) != id(tensor):
+            return False
+        values.setdefault(id(tensor), set()).add(value)
+    return all(len(several) == 1 or captured.changed.isdisjoint(several) for several in values.values())
+
+
+def _values(captured: Captured) -> Iterator[int]:
+    """Of all residents."""
+    yield from (value for _, value in (*captured.parameters, *captured.buffers))
+    yield from captured.inputs

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ...build import library_path
+from ...build import fits_this_torch, library_path
 from ...errors import UsageError
 from ...ir.units import format_bytes
 from ...plan.local_search.native import storage_of
@@ -211,12 +211,12 @@ def arena_library(kind: str) -> Any:
     parts = {"cpu": "arena", "cuda": "arena_cuda"}
     if kind not in parts:
         raise UsageError(f"memory can be placed on a CPU or a CUDA device, not on {kind}")
-    try:
-        loaded = ctypes.CDLL(str(library_path(parts[kind])))
-    except OSError as error:
+    if not fits_this_torch(parts[kind]):
         raise UsageError(
-            f"the library that places memory is not there; run python -m monet_like.build ({error})"
-        ) from None
+            f"the library that places memory is not there, or not for torch {torch.__version__}, which it must be "
+            "compiled for; run python -m monet_like.build"
+        )
+    loaded = ctypes.CDLL(str(library_path(parts[kind])))
     for name in ("arena_add_plan", "arena_add_block", "arena_count", "arena_taken"):
         getattr(loaded, name).restype = ctypes.c_int64
     for name, *arguments in (

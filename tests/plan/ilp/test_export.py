@@ -19,8 +19,9 @@ from monet_like.errors import InfeasibleError, SolverError, UsageError
 from monet_like.ir.program import REFUSED
 from monet_like.ir.simulate import simulate
 from monet_like.plan import plan, store_all
+from monet_like.plan.ilp.columns import Options
 from monet_like.plan.ilp.export import Milp, milp
-from monet_like.plan.ilp.formulation import Formulation, Options
+from monet_like.plan.ilp.formulation import Formulation
 from monet_like.solvers.models import CONSTANT
 
 #: The CBC that comes with PuLP.

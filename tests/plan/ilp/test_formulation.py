@@ -16,8 +16,9 @@ from monet_like.ir.simulate import simulate
 from monet_like.plan.analysis import find_needs
 from monet_like.plan.baseline import store_all
 from monet_like.plan.bound.relaxation import block_program
+from monet_like.plan.ilp.columns import Options
 from monet_like.plan.ilp.decode import decode, encode
-from monet_like.plan.ilp.formulation import Formulation, Options
+from monet_like.plan.ilp.formulation import Formulation
 
 
 @pytest.mark.parametrize("block", range(10))

@@ -1,0 +1,240 @@
+"""Plans in the cache folder, as JSON: the next start with the same pieces and budget plans nothing.
+
+A whole model is a step of one piece. The file's name is a digest of everything that a plan depends on (`StepKey`),
+except the memory of the rest of the model: that is measured again at every start, and may differ a little between two
+of them. So two sums of it are in the file, and compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..capture.captured import Captured
+from ..compiler.sources import keep
+from ..errors import ScheduleFileError, warn_caller
+from ..files import cache_folder, read_bytes, write_atomically
+from ..ir.json_fields import digest_of_fields, headed, read_as
+from ..ir.schedule import Schedule
+from ..ir.schedule_file import InputSpec, ScheduleRecord
+from ..ir.step import Point, Step
+from ..plan.step.choice import ChoiceStatus
+from .agreement import Sharing, planned_by
+from .planning import Settings
+
+FORMAT = "monet_like plan"
+VERSION = 7
+#: Said of a quick plan.
+REFINED = " (quickly; all is measured and refined at the next start, or now with effort='full')"
+#: Quick plans that this process has made: to call again is no new start.
+_planned_here: set[Path] = set()
+#: A plan is made anew if the peak differs by more than this share from when it was made. Gloo's threads release buffers
+#: late, so that two starts of the same script may differ by less.
+OTHER_SHARE = 0.01
+
+#: Of a block that has no gradient: plain PyTorch runs it, and the rest of the model counts it.
+NOTHING = Point(Schedule((), (), ()), 0.0, 0, 0, 0, 0)
+
+
+def digest_of(captured: Captured, autocast: str, layout: str, inputs: tuple[InputSpec, ...]) -> str:
+    """A digest of a piece: its program with all sizes.
+
+    Args:
+        layout: of its weights.
+        inputs: of its call.
+    """
+    program = captured.program
+    of = (
+        program.fingerprint, [(value.bytes, value.spec) for value in program.values],
+        [task.cost for task in captured.every_task()], captured.made_last, autocast, layout, inputs,
+    )  # fmt: skip
+    return hashlib.sha256(repr(of).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class StepKey:
+    """Everything that a plan depends on, but for the memory of the rest of the model.
+
+    Attributes:
+        pieces: for every piece its digest (`digest_of`), and the values that the rest holds; None: it has no gradient.
+        calls: how often every piece runs in a step.
+        step: for every moment of the step which pieces carry and run; none for a whole model.
+        resident_bytes: of all parameters, buffers, inputs and the optimizer's state; 0 for a whole model, whose program
+            has them.
+        settings: of the planner.
+        device: its name and a digest of its settings and of all versions.
+        processes: that plan together.
+    """
+
+    pieces: tuple[Any, ...]
+    calls: tuple[int, ...]
+    step: tuple[Any, ...]
+    resident_bytes: int
+    settings: tuple[Any, ...]
+    device: tuple[str, str]
+    processes: int = 1
+
+    def path(self, *, quick: bool) -> Path:
+        """The file of the cache for a plan that was made in seconds, or by the integer program."""
+        digest = hashlib.sha256(repr((VERSION, self)).encode()).hexdigest()[:24]
+        return cache_folder() / f"plan_{digest}{'_quick' if quick else ''}.json"
+
+    def refines(self, settings: Settings) -> bool:
+        """Whether a full plan is made now because an earlier start has left a quick one."""
+        quick = self.path(quick=True)
+        return settings.refines and quick not in _planned_here and quick.exists()
+
+    def find(self, settings: Settings, fits: Callable[[KeptPlan], bool], whose: str) -> tuple[KeptPlan, Path] | None:
+        """The plan in the cache that fits, and its file; None if there is none, or a quick one that is to be refined.
+
+        A full plan serves where a quick one is wanted.
+
+        Args:
+            fits: raises `ScheduleFileError` where the plan is for other programs.
+            whose: the plan is, for a warning.
+        """
+        for quick in (False, True) if settings.quick and not self.refines(settings) else (False,):
+            path = self.path(quick=quick)
+            if not path.exists():
+                continue
+            try:
+                kept = KeptPlan.load(path)
+                if fits(kept):
+                    return kept, path
+            except ScheduleFileError as error:
+                warn_caller(f"{whose} planned anew: {error}")
+        return None
+
+    def keep(self, plan: KeptPlan, *, quick: bool, sharing: Sharing = "alone") -> Path:
+        """Write a plan into the cache, in one of the processes that plan together; its file."""
+        path = self.path(quick=quick)
+        planned_by(lambda: keep(plan, path), sharing)
+        if quick:
+            _planned_here.add(path)
+        return path
+
+
+@dataclass(frozen=True)
+class KeptPlan:
+    """The content of a file: the schedules of a step's pieces, and what they were planned with.
+
+    Attributes:
+        planned: the day, such as 2026-11-26.
+        budget_bytes: of the whole step.
+        peak_bytes: predicted.
+        plain_peak_bytes, plain_seconds: predicted for the model without schedules.
+        cublas_bytes: cuBLAS's workspaces.
+        kinds: how many different programs the pieces have.
+        rest_bytes: the most that the rest of the model takes at a moment of the first rehearsal.
+        points: by piece.
+        records: by piece; None where it has no gradient.
+        status: of the choice among the pieces' menus, see `Choice`.
+        bound_seconds: see `BlockPlan`.
+    """
+
+    planned: str
+    budget_bytes: int
+    peak_bytes: int
+    plain_peak_bytes: int
+    plain_seconds: float
+    cublas_bytes: int
+    kinds: int
+    rest_bytes: int
+    points: tuple[Point, ...]
+    records: tuple[ScheduleRecord | None, ...]
+    status: ChoiceStatus
+    bound_seconds: float
+
+    def content(self) -> dict[str, Any]:
+        """Everything that the file holds, as plain builtins. Equal schedules and points are in it once."""
+        schedules: list[Any] = []
+        points: list[Any] = []
+        pieces: list[int | None] = []
+        for record, point in zip(self.records, self.points, strict=True):
+            if record is None:
+                pieces.append(None)
+                continue
+            text = record.content()
+            if text not in schedules:
+                schedules.append(text)
+            found = [schedules.index(text), *point.numbers, list(point.shared), *point.streaming]
+            if found not in points:
+                points.append(found)
+            pieces.append(points.index(found))
+        content = headed(self, FORMAT, VERSION, without="points")
+        del content["records"]
+        content |= {"schedules": schedules, "points": points, "pieces": pieces}
+        return {**content, "sha256": digest_of_fields(content)}
+
+    @staticmethod
+    def of_content(content: Any, path: str) -> KeptPlan:
+        """A plan from what `content` returns, every field of it checked.
+
+        Args:
+            path: where it is from, for people.
+
+        Raises:
+            ScheduleFileError: it is damaged, or of another format or version.
+        """
+        try:
+            if content["format"] != FORMAT or content["version"] != VERSION:
+                raise ValueError(f"it is a {content['format']!r} of version {content['version']!r}")
+            if content["sha256"] != digest_of_fields({name: content[name] for name in content if name != "sha256"}):
+                raise ValueError("its content has another digest than it says")
+            lists = read_as(content, _Lists)
+            schedules = [ScheduleRecord.of_content(record, path) for record in lists.schedules]
+            records = [None if number is None else schedules[lists.points[number][0]] for number in lists.pieces]
+            points = [
+                Point(record.schedule, *lists.points[number][1:]) if record and number is not None else NOTHING
+                for record, number in zip(records, lists.pieces, strict=True)
+            ]
+            return read_as({**content, "points": points, "records": records}, KeptPlan)
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            raise ScheduleFileError(f"{path} is no whole plan: {error}") from None
+
+    def save(self, path: Path) -> None:
+        """Write the file, whole or not at all."""
+        members = ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in self.content().items())
+        write_atomically(path, f"{{\n{members}\n}}\n".encode())
+
+    @staticmethod
+    def load(path: Path) -> KeptPlan:
+        """Read a file; nothing in it can run.
+
+        Raises:
+            ScheduleFileError: missing, damaged, of another format or version.
+        """
+        try:
+            content = json.loads(read_bytes(path, "plan"))
+        except (ValueError, RecursionError) as error:  # the latter: nested too deeply
+            raise ScheduleFileError(f"{path} is no whole plan: no JSON: {error}") from None
+        return KeptPlan.of_content(content, str(path))
+
+    def same_rest(self, rest_bytes: int) -> bool:
+        """Whether the rest of the model takes as much memory as when this was planned."""
+        return abs(rest_bytes - self.rest_bytes) <= OTHER_SHARE * self.rest_bytes
+
+    def same_peak(self, peak_bytes: int) -> bool:
+        """Whether the step with these schedules has the peak that was planned.
+
+        With a lower one, faster ones may fit.
+        """
+        return abs(peak_bytes - self.peak_bytes) <= OTHER_SHARE * self.peak_bytes
+
+
+def most_of_rest(step: Step) -> int:
+    """The most memory that the rest of the model takes at a moment of the step, in bytes."""
+    return max(moment.base_bytes for moment in step.moments)
+
+
+@dataclass(frozen=True)
+class _Lists:
+    """What a file has once, with the number of a schedule in each point, and that of a point for each piece."""
+
+    schedules: tuple[Any, ...]
+    points: tuple[tuple[int, float, int, int, int, int, tuple[int, ...], float, float, int], ...]
+    pieces: tuple[int | None, ...]

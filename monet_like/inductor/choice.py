@@ -1,0 +1,139 @@
+"""On a GPU: which plan of a joint graph, in which order, or which of PyTorch's own partitions is run.
+
+Each candidate is judged by the code that Inductor writes for it. What is made and read within one fused kernel needs no
+memory there, while a plan counts it; and Inductor lays out tensors in its own way, so that PyTorch's operators may need
+more. So the graph is planned again for what the budget and such code leave of each other, until they agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import fx
+
+from ..errors import InfeasibleError, warn_caller
+from ..ir.units import format_apart
+from .emission import modules_of
+from .groups import arranged_runs, runs_of
+from .kernels import Kernels
+from .planned_graph import PlannedGraph, with_way
+from .portfolio import Partition, Way, called_costs, judged, own_partitions
+from .prices import device_of
+
+#: How often the kernels of a plan are ordered, each time for less memory.
+ORDERS = 2
+#: How often a graph is planned again, and the share of the budget that is not worth a plan.
+AGAIN, NARROW = 3, 0.005
+
+
+@dataclass(frozen=True)
+class Handed:
+    """A joint graph as Inductor hands it over.
+
+    Attributes:
+        module: the graph, as plans have it.
+        untouched: as Inductor gave it.
+        kernels: of ``module``.
+        inputs, options: as Inductor gives them to a partitioner.
+    """
+
+    module: fx.GraphModule
+    untouched: fx.GraphModule
+    kernels: Kernels
+    inputs: Sequence[object]
+    options: Mapping[str, Any]
+
+
+def partition_of(handed: Handed, found: PlannedGraph, *, measured: bool) -> Partition:
+    """The forward and the backward of a plan."""
+    schedule, costs, planned = found.schedule, found.costs, found.plan.report.peak_bytes
+    if found.fused_within is None:
+        forward, backward = runs_of(handed.kernels, schedule, costs, planned)
+    else:
+        limits = device_of(handed.kernels.joint.device, measured).limits
+        launch = int(limits.launch_seconds * limits.bytes_per_second)
+        forward, backward = arranged_runs(handed.kernels, schedule, costs, found.fused_within, launch)
+    return modules_of(handed.module, handed.kernels, schedule, forward, backward)
+
+
+def fastest(
+    found: PlannedGraph, handed: Handed, planned: Callable[[int], PlannedGraph], calls: int, *, measured: bool
+) -> PlannedGraph:
+    """The fastest of plans and PyTorch's own partitions that fits; the one that lacks least if none does.
+
+    Args:
+        found: the plan for the budget.
+        planned: plans for so many bytes more than the budget, or less.
+        calls: of the graph in a step.
+    """
+    device = device_of(handed.kernels.joint.device, measured)
+    judge = partial(judged, forward_count=handed.options["num_fwd_outputs"], device=device, measured=measured)
+
+    def written(one: PlannedGraph) -> Way:
+        return judge(None, partition_of(handed, one, measured=measured))
+
+    try:
+        best = _best_plan(found, planned, written, calls)
+        for share, partition in own_partitions(handed.untouched, handed.inputs, handed.options):
+            if called_costs(partition, device, measured)[1] < best.seconds or best.room(calls) < 0:
+                best = _better(best, with_way(found, judge(share, partition)), calls)
+    except Exception as error:  # the plan is there, whatever fails in code that no plan needs
+        warn_caller(
+            "the plan is not compared with torch.compile's own partitions, because Inductor could not write their "
+            f"code: {error!r}"
+        )
+        return found
+    if (room := best.room(calls)) < 0:
+        needed, budget = format_apart(found.step_bytes - room, found.step_bytes)
+        warn_caller(
+            f"as Inductor writes it, this graph needs {needed} with every plan that was tried, and has {budget}; give "
+            "compile_options a larger memory_budget"
+        )
+    return best
+
+
+def _better(one: PlannedGraph, other: PlannedGraph, calls: int) -> PlannedGraph:
+    return min(one, other, key=lambda graph: (max(0, -graph.room(calls)), graph.seconds))
+
+
+def _best_plan(
+    found: PlannedGraph, planned: Callable[[int], PlannedGraph], written: Callable[[PlannedGraph], Way], calls: int
+) -> PlannedGraph:
+    """The best of plans for more or less than the budget, by what Inductor's code for them needs."""
+    made = best = _ordered(found, written, calls)
+    more, fitting, unfitting = 0, None, None
+    for _ in range(AGAIN):
+        room = made.room(calls)
+        if 0 <= room < NARROW * found.step_bytes:
+            break
+        fitting, unfitting = (more, unfitting) if room >= 0 else (fitting, more)
+        more += room
+        if fitting is not None and unfitting is not None and not fitting < more < unfitting:
+            more = (fitting + unfitting) // 2
+        try:
+            again = planned(more)
+        except InfeasibleError as error:
+            more = (error.smallest_bytes or found.step_bytes) - found.step_bytes
+            if unfitting is None or more >= unfitting:
+                break
+            again = planned(more)
+        if again.schedule == made.schedule:
+            break
+        made = _ordered(again, written, calls)
+        best = _better(best, made, calls)
+    return best
+
+
+def _ordered(found: PlannedGraph, written: Callable[[PlannedGraph], Way], calls: int) -> PlannedGraph:
+    """The plan with its kernels in the order in which Inductor fuses most and that fits."""
+    room = max(0, found.room(calls))
+    for _ in range(ORDERS):
+        made = replace(found, fused_within=found.peak_bytes + room)
+        made = with_way(made, written(made))
+        if made.room(calls) >= 0:
+            return made
+        room += made.room(calls)
+    return with_way(found, written(found))

@@ -1,0 +1,476 @@
+"""Models that cannot be captured whole: their largest parts that can be get schedules, the rest runs as it is, and
+training is plain PyTorch's to the bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from block_models import EXACT, plan_briefly
+from torch import nn
+
+import monet_like
+from monet_like.auto import block, blocks, found_parts
+from monet_like.auto.auto_schedule import AutoSchedule
+from monet_like.auto.shared_captures import SharedCaptures
+from monet_like.errors import CaptureError, InfeasibleError, UsageError
+from monet_like.replay.wrapper import ScheduleWrapper
+
+QUICK: dict[str, Any] = {"mode": EXACT, "effort": "quick", "verbose": False, "memory_budget": "200%"}
+PARTS_OF_DETECTOR = ["backbone", "heads.selects.first", "heads.selects.after"]
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan_briefly(monkeypatch.setattr)
+
+
+def part(width: int = 8) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.Tanh())
+
+
+class Selecting(nn.Module):
+    """Selects rows by values, and has parts before and after that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.after, self.tiny = part(), part(), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.tiny(self.after(x[x.sum(1) > x.sum(1).median()]))
+
+
+class Detector(nn.Module):
+    """A backbone, and heads that select; one of them has parts that do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(part(), nn.Dropout(0.2), part())
+        self.heads = nn.ModuleDict({"selects": Selecting()})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.heads["selects"](self.backbone(x)).square().mean()
+
+
+class Between(nn.Module):
+    """Two parts with something between them that no trace can take."""
+
+    def __init__(self, middle: Callable[[torch.Tensor], torch.Tensor] | nn.Module) -> None:
+        super().__init__()
+        self.before, self.middle, self.behind = part(), middle, part()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.behind(self.middle(self.before(x))).square().mean()
+
+
+def with_script(compiled: Callable[[nn.Module], Any] = torch.jit.script) -> Between:
+    torch.manual_seed(0)
+    return Between(compiled(nn.Sequential(nn.Linear(8, 8), nn.ReLU())))
+
+
+def rows(count: int = 16) -> torch.Tensor:
+    return torch.randn(count, 8)
+
+
+def selected(x: torch.Tensor) -> torch.Tensor:
+    return x[x.sum(1) > x.sum(1).median()]
+
+
+def trained(model: nn.Module, batches: list[Any]) -> list[torch.Tensor]:
+    """Losses, gradients, parameters and buffers of a loop."""
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    found: list[torch.Tensor] = []
+    for x in batches:
+        optimizer.zero_grad()
+        loss = model(x)
+        loss.backward()
+        optimizer.step()
+        found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+    return [*found, *(p.detach() for p in model.parameters()), *model.buffers()]
+
+
+def assert_trains(plain: nn.Module, batches: list[Any], parts: list[str], *, given: bool = False) -> AutoSchedule:
+    """The model with schedules, after a loop that has been compared with plain PyTorch's."""
+    mine: Any = monet_like.auto_schedule(copy.deepcopy(plain), batches[0] if given else None, **QUICK)
+    assert isinstance(mine, AutoSchedule)
+    found, expected = trained(mine, batches), trained(plain, batches)
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
+    assert mine._parts is not None and list(mine._parts) == parts
+    return mine
+
+
+def parts_of(model: nn.Module, x: Any) -> list[str]:
+    return list(found_parts.find_parts(model, ((x,), {}), EXACT, SharedCaptures(), "alone")[0])
+
+
+@pytest.mark.slow(but=["False"])
+@pytest.mark.parametrize("given", [True, False])
+def test_the_largest_parts_have_schedules(given: bool, caplog: pytest.LogCaptureFixture) -> None:
+    plain = Detector()
+    names = PARTS_OF_DETECTOR
+    with caplog.at_level(logging.INFO, "monet_like"):
+        mine = assert_trains(plain, [rows() for _ in range(3)], names, given=given)
+    (line,) = [record.message for record in caplog.records if record.message.startswith("Detector, 3 blocks of 3")]
+    assert (
+        'planned: blocks=["backbone", "heads.selects.first", "heads.selects.after"] with 98 % of its parameters; '
+        in line
+    )
+    assert line.endswith("all else runs as it is, because Detector cannot be captured: DynamicOutputShapeException: "
+                         "its computation depends on the values of a tensor, not only on shapes: "
+                         "aten.nonzero.default")  # fmt: skip
+    assert f"schedules of 3 parts: {', '.join(names)}; whole step: budget " in repr(mine)
+    assert list(mine.state_dict()) == list(plain.state_dict())
+    plan = monet_like.block_plan(mine)
+    assert plan is not None and plan.peak_bytes <= plan.budget_bytes == 2 * plan.plain_peak_bytes
+    copied, x = copy.deepcopy(mine), [rows()]
+    assert all(map(torch.equal, trained(copied, x), trained(plain, x)))
+    back = monet_like.unwrap(mine)
+    assert type(back) is Detector and not any(isinstance(module, ScheduleWrapper) for module in back.modules())
+
+
+def test_evaluation_runs_the_model_as_it_is() -> None:
+    plain = Detector()
+    mine = assert_trains(plain, [rows()], PARTS_OF_DETECTOR).eval()
+    x = rows()
+    assert torch.equal(mine(x), plain.eval()(x))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")
+def test_evaluation_before_training_plans_nothing() -> None:
+    plain = with_script()
+    mine: Any = monet_like.auto_schedule(with_script(), **QUICK).eval()
+    plain.eval()
+    x = rows()
+    assert torch.equal(mine(x), plain(x))
+    assert mine._parts is None
+    mine.train(), plain.train()
+    assert all(map(torch.equal, trained(mine, [x]), trained(plain, [x])))
+    assert list(mine._parts) == ["before", "behind"]
+
+
+def test_threads_that_call_a_model_first_plan_it_once() -> None:
+    mine: Any = monet_like.auto_schedule(Detector(), **QUICK)
+    together, raised = threading.Barrier(3), []
+
+    def call() -> None:
+        together.wait()
+        try:
+            mine(rows()).backward()
+        except Exception as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=call) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not raised
+    assert list(mine._parts) == PARTS_OF_DETECTOR == [part._block_name for part in block.blocks_of(mine)]
+
+
+@pytest.mark.slow
+def test_a_model_with_parts_may_be_prepared_for_another_call() -> None:
+    torch.manual_seed(0)
+    plain = Detector()
+    mine = assert_trains(plain, [rows(), rows()], PARTS_OF_DETECTOR, given=True)
+    for count in (16, 32):
+        mine.prepare(rows(count))
+        assert mine._parts == tuple(PARTS_OF_DETECTOR)
+    batches = [rows(32), rows()]
+    assert all(map(torch.equal, trained(mine, batches), trained(plain, batches)))
+
+
+def test_a_search_changes_nothing() -> None:
+    class Counting(Detector):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    model, x = Counting(), rows()
+    before, state, call = copy.deepcopy(model.state_dict()), torch.get_rng_state(), nn.Module.__call__
+    assert parts_of(model, x) == ["backbone", "heads.selects.first", "heads.selects.after"]
+    assert nn.Module.__call__ is call and torch.equal(torch.get_rng_state(), state) and model.calls == 0
+    torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_parts_whose_sizes_depend_on_values_are_left_out() -> None:
+    class Sliced(Detector):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.backbone(x[:, 0])
+            return self.heads["selects"].after(x[x[:, 0] > x.mean()]).square().sum()
+
+    assert parts_of(Sliced(), torch.randn(16, 3, 8)) == ["backbone"]
+
+
+def test_experts_that_get_other_tokens_in_each_step_are_left_out_together() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.mix = nn.Linear(8, 4), part()
+            self.experts = nn.ModuleList([part() for _ in range(4)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.mix(x)
+            to = self.gate(x).argmax(1)
+            places = [torch.where(to == number)[0] for number in range(4)]
+            return (
+                torch.cat([e(x[at]) for e, at in zip(self.experts, places, strict=True) if len(at) > 1]).square().sum()
+            )
+
+    torch.manual_seed(0)
+    assert parts_of(Experts(), torch.randn(40, 8)) == ["mix"]
+
+
+def test_what_stands_in_the_place_of_a_part_that_is_left_out_is_left_out_too() -> None:
+    """By chance one of the experts gets as many rows with both sets of values."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.mix = nn.Linear(8, 1), part()
+            self.experts = nn.ModuleList([part(), part()])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.mix(x)
+            some = x[(self.gate(x) > 0.1).squeeze(1)]
+            return torch.cat([self.experts[0](x[:5]), self.experts[1](some)]).square().sum()
+
+    torch.manual_seed(0)
+    assert parts_of(Experts(), torch.randn(40, 8)) == ["mix"]
+
+
+class Doubled(nn.Module):
+    """Reads its input twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.one(x).tanh() * self.other(x) + 1
+
+
+def test_parts_that_would_add_gradients_up_in_another_order_are_left_out() -> None:
+    class Reads(nn.Module):
+        def __init__(self, *, again: bool) -> None:
+            super().__init__()
+            self.stem, self.doubled, self.again = part(), Doubled(), again
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.stem(x)
+            y = self.doubled(x)
+            return selected(y * x.sin() if self.again else y).square().mean()
+
+    assert parts_of(Reads(again=False), rows()) == ["stem", "doubled"]
+    assert parts_of(Reads(again=True), rows()) == ["stem"]
+    assert_trains(Reads(again=True), [rows() for _ in range(3)], ["stem"])
+
+
+def test_parts_whose_results_are_changed_in_place_are_left_out() -> None:
+    class Masks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.head = nn.Sequential(part(), nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1))), part()
+            self.mask = nn.Parameter(torch.zeros(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.stem(x)
+            x[torch.from_numpy(np.array([True, False] * 8))] = self.mask
+            return self.head(selected(x[1::2])).square().mean()
+
+    assert_trains(Masks(), [rows() for _ in range(2)], ["stem.0", "head"])
+
+
+def test_parts_with_gradients_in_another_layout_are_left_out() -> None:
+    """A gradient that is copied may be summed in another order: of channels that are moved to the end, say."""
+
+    class Moves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU())
+            self.head = nn.Sequential(nn.Sequential(nn.Conv2d(6, 6, 3), nn.ReLU()), nn.Conv2d(6, 5, 1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scores = self.head(self.stem(x)).permute(0, 2, 3, 1).reshape(-1, 5)
+            return selected(scores).square().mean()
+
+    assert_trains(Moves(), [torch.randn(2, 3, 12, 12) for _ in range(2)], ["stem", "head.0"])
+
+
+def test_a_part_within_another_or_with_two_names_is_found_once() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.outer = nn.Sequential(part(), part())
+            self.inner = self.outer[0]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return selected(self.outer(self.inner(x))).square().mean()
+
+    assert parts_of(Twice(), rows()) == ["outer"]
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = part()
+            self.first = self.last
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return selected(self.first(x)).square().mean()
+
+    assert parts_of(Tied(), rows()) == ["last"]
+
+
+def test_parts_stand_in_the_order_of_their_calls() -> None:
+    class Backwards(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last, self.first = part(), part()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(selected(self.first(x))).square().mean()
+
+    assert parts_of(Backwards(), rows()) == ["first", "last"]
+
+
+def test_a_found_part_that_cannot_be_captured_is_an_error_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: the search names a part that selects."""
+    model = Detector()
+    wrong = {"heads.selects": model.heads["selects"]}
+    monkeypatch.setattr(blocks, "find_parts", lambda *_: (wrong, "alone"))
+    mine = monet_like.auto_schedule(model, **QUICK)
+    with pytest.raises(CaptureError, match="Selecting cannot be captured"):
+        mine(rows())
+    assert not any(isinstance(module, ScheduleWrapper) for module in model.modules())  # as it was given
+    monkeypatch.undo()
+    trained(mine, [rows()])
+    assert monet_like.block_plan(mine) is not None
+
+
+def test_a_model_that_can_be_captured_nowhere() -> None:
+    class Everywhere(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.one(x)
+            return x[x > 0].sum()
+
+    for given in (rows(), None):
+        with pytest.raises(CaptureError, match=r"depends on the values of a tensor.*none of its parts of several"):
+            monet_like.auto_schedule(Everywhere(), given, **QUICK)(rows())
+
+
+@pytest.mark.slow
+def test_a_budget_that_does_not_fit_is_said_before_training() -> None:
+    mine = monet_like.auto_schedule(Detector(), **{**QUICK, "memory_budget": 1000})
+    with pytest.raises(InfeasibleError, match="no schedules of the blocks fit"):
+        mine(rows())
+
+
+class _ByNumpy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return torch.from_numpy(np.tanh(x.detach().numpy()))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * torch.from_numpy(1 - np.tanh(x.numpy()) ** 2)
+
+
+def test_code_that_cannot_be_traced_runs_between_parts() -> None:
+    assert_trains(Between(_ByNumpy.apply), [rows() for _ in range(2)], ["before", "behind"])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.parametrize("compiled", [torch.jit.script, lambda module: torch.jit.trace(module, rows())])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_scripted_modules_run_between_parts(compiled: Callable[[nn.Module], Any], at_once: bool) -> None:
+    batches, plain = [rows() for _ in range(2)], with_script(compiled)
+    mine: Any = monet_like.auto_schedule(with_script(compiled), *batches[:at_once], **QUICK)
+    assert all(map(torch.equal, trained(mine, batches), trained(plain, batches)))
+    assert list(mine._parts) == ["before", "behind"]
+
+
+def test_a_module_with_a_hook_that_sets_something_in_the_backward_runs_as_it_is() -> None:
+    def with_hook() -> Between:
+        torch.manual_seed(0)
+        model = Between(part())
+        seen = lambda module, _, grads: setattr(module, "seen", grads[0])  # noqa: E731
+        model.middle.register_full_backward_hook(seen)
+        return model
+
+    batches, models = [rows() for _ in range(2)], [with_hook(), with_hook()]
+    mine: Any = monet_like.auto_schedule(models[1], **QUICK)
+    assert all(map(torch.equal, trained(mine, batches), trained(models[0], batches)))
+    assert "before" in mine._parts and "middle" not in mine._parts
+    assert torch.equal(mine.middle.seen, models[0].middle.seen)  # type: ignore[arg-type]
+
+
+def test_code_around_a_part_may_look_into_it() -> None:
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(part(), part())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = selected(self.body(x))
+            assert isinstance(self.body, nn.Sequential) and isinstance(self.body[0][0], nn.Linear)
+            return x.square().mean() * len(self.body) * len([*self.body])
+
+    assert_trains(Looks(), [rows()], ["body"])
+
+
+def test_a_part_whose_sizes_keep_changing_runs_as_it_is_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block, "MOST_FORMS", 3)
+    plain = Between(selected)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert_trains(plain, [rows(count) for count in (32, 30, 28, 26, 24, 22, 20)], ["before", "behind"])
+    assert sum("was called in 3 ways in 4 calls" in str(warning.message) for warning in told) == 1
+
+
+def test_no_memory_is_placed_for_parts() -> None:
+    mine = monet_like.auto_schedule(Between(selected), **QUICK)
+    monet_like.place_memory(mine)
+    with pytest.warns(UserWarning, match="no memory is placed for Between"):
+        trained(mine, [rows()])
+    with pytest.raises(UsageError, match="place_memory was given a AutoSchedule"):
+        monet_like.place_memory(mine)
+
+
+@pytest.mark.slow
+def test_rules_mean_the_same_for_parts() -> None:
+    plain = Between(selected)
+    mine = monet_like.auto_schedule(copy.deepcopy(plain), rows(), **QUICK, on_new_input="error")
+    with pytest.raises(UsageError, match="no plan of the block before serves this call"):
+        mine(rows(18))
+    share = monet_like.block_plan(monet_like.auto_schedule(copy.deepcopy(plain), rows(), **QUICK))
+    room = monet_like.auto_schedule(copy.deepcopy(plain), rows(), **QUICK, optimizer_in_backward=True)
+    assert share is not None and (plan := monet_like.block_plan(room)) is not None
+    assert plan.peak_bytes == share.peak_bytes  # with room for all gradients
+
+
+@pytest.mark.parametrize("options", [{"loss": torch.sum}, {"keeps_result": False}])
+def test_what_is_for_named_blocks_is_refused_at_the_call(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="is for blocks"):
+        monet_like.auto_schedule(Detector(), **QUICK, **options)
