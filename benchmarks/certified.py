@@ -13,9 +13,9 @@ import click
 import torch
 
 from benchmarks import PROFILES
+from monet_like.cli.problem import Problem, read_problem
 from monet_like.compiler.pipeline import prepare
 from monet_like.compiler.prepared import Prepared
-from monet_like.compiler.problem import Problem, read_problem
 from monet_like.errors import InfeasibleError, SolverError
 from monet_like.ir.profile_file import Profile
 from monet_like.ir.units import format_seconds

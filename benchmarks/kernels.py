@@ -12,6 +12,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -192,100 +193,73 @@ def caches(x: Tensor) -> Iterator[Pair]:
 PRODUCTS = ((2048, 1024, 1024), (2048, 768, 3072), (2048, 3072, 768), (512, 256, 1024))
 
 
-def products(dtype: torch.dtype) -> Iterator[tuple[str, Pair]]:
-    """(shape, pair) of weight gradients from dropped inputs, against the product with all of the input."""
-    for rows, columns, outs in PRODUCTS:
-        x, grad = torch.randn(rows, columns).to(dtype), torch.randn(rows, outs).to(dtype)
-        for share in (0.9, 0.97):
-            keep = kept_of_block(share)
-            packed = registered.pack_largest(x, keep)
-
-            def ours(packed: Tensor = packed, keep: int = keep, grad: Tensor = grad, columns: int = columns) -> Any:
-                return registered.mm_largest(grad, packed, keep, columns)
-
-            def theirs(x: Tensor = x, grad: Tensor = grad) -> Any:
-                return grad.t() @ x
-
-            yield f"{[rows, columns]} by {outs}", (f"weight gradient, {share} dropped", ours, theirs)
+def product_pairs(x: Tensor, grad: Tensor) -> Iterator[Pair]:
+    """Weight gradients from dropped inputs, against the product with all of the input."""
+    for share in (0.9, 0.97):
+        keep = kept_of_block(share)
+        dropped = (registered.pack_largest(x, keep), keep, x.shape[1])
+        ours = partial(registered.mm_largest, grad, *dropped)
+        yield f"weight gradient, {share} dropped", ours, lambda: grad.t() @ x
 
 
 #: Rows and columns of RMS norms and gates: batch times tokens, and the width.
 ROWS = ((4096, 512), (2048, 2048), (512, 4096), (64, 256))
 
 
-def row_norms(dtype: torch.dtype) -> Iterator[tuple[str, Pair]]:
-    """(shape, pair) of RMS norm as Llama has it, against the operators that PyTorch traces, one after the other."""
-    half = dtype in (torch.bfloat16, torch.float16)
-    for rows, width in ROWS:
-        x, grad = torch.randn(rows, width).to(dtype), torch.randn(rows, width).to(dtype)
-        w = torch.rand(width).to(dtype) + 0.5
-        rstd = registered.rms_norm(x, w, 1, 1e-6, half, dtype)[1]
-        normal = (x.float() * rstd).to(dtype)
+def norm_pairs(x: Tensor, grad: Tensor) -> Iterator[Pair]:
+    """RMS norm as Llama has it, against the operators that PyTorch traces, one after the other."""
+    half, w = x.dtype in (torch.bfloat16, torch.float16), torch.rand(x.shape[1]).to(x.dtype) + 0.5
+    rstd = registered.rms_norm(x, w, 1, 1e-6, half, x.dtype)[1]
+    normal = (x.float() * rstd).to(x.dtype)
 
-        def apply(x: Tensor, w: Tensor, rstd: Tensor) -> Tensor:
-            return w * (x.float() * rstd).to(x.dtype)
+    def again(x: Tensor, rstd: Tensor) -> Tensor:
+        return w * (x.float() * rstd).to(x.dtype)
 
-        def forward(x: Tensor = x, w: Tensor = w) -> Tensor:
-            wide = x.float()
-            return apply(wide, w, (wide.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
+    def forward() -> Tensor:
+        wide = x.float()
+        return again(wide, (wide.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
 
-        def backward(
-            x: Tensor = x, w: Tensor = w, rstd: Tensor = rstd, normal: Tensor = normal, grad: Tensor = grad
-        ) -> Any:
-            wide, through = x.float(), (grad * w).float()
-            dot = (through * wide).sum(-1, keepdim=True) * -0.5 * rstd.pow(3)
-            of_x = (through * rstd).add_(dot.expand_as(wide) / wide.shape[-1] * (wide.pow(1.0) * 2.0))
-            return of_x.to(x.dtype), (grad * normal).sum(0)
+    def backward() -> Any:
+        wide, through = x.float(), (grad * w).float()
+        dot = (through * wide).sum(-1, keepdim=True) * -0.5 * rstd.pow(3)
+        of_x = (through * rstd).add_(dot.expand_as(wide) / wide.shape[-1] * (wide.pow(1.0) * 2.0))
+        return of_x.to(x.dtype), (grad * normal).sum(0)
 
-        def fused(x: Tensor = x, w: Tensor = w) -> Any:
-            return registered.rms_norm(x, w, 1, 1e-6, half, x.dtype)
-
-        def fused_again(x: Tensor = x, w: Tensor = w, rstd: Tensor = rstd) -> Any:
-            return registered.rms_norm_apply(x, w, rstd, 1, half, x.dtype)
-
-        def fused_backward(x: Tensor = x, w: Tensor = w, rstd: Tensor = rstd, grad: Tensor = grad) -> Any:
-            return registered.rms_norm_backward(grad, x, w, rstd, None, 1)
-
-        def again(x: Tensor = x, w: Tensor = w, rstd: Tensor = rstd) -> Tensor:
-            return apply(x, w, rstd)
-
-        for pair in (
-            ("RMS norm", fused, forward),
-            ("RMS norm again", fused_again, again),
-            ("gradient of RMS norm", fused_backward, backward),
-            ("RMS norm and its gradient", lambda: (fused(), fused_backward()), lambda: (forward(), backward())),
-        ):
-            yield f"{[rows, width]}", pair
+    fused = partial(registered.rms_norm, x, w, 1, 1e-6, half, x.dtype)
+    fused_backward = partial(registered.rms_norm_backward, grad, x, w, rstd, None, 1)
+    yield "RMS norm", fused, forward
+    yield (
+        "RMS norm again",
+        lambda: registered.rms_norm_apply(x, w, rstd, 1, half, x.dtype),
+        lambda: again(x, rstd),
+    )
+    yield "gradient of RMS norm", fused_backward, backward
+    yield "RMS norm and its gradient", lambda: (fused(), fused_backward()), lambda: (forward(), backward())
 
 
-def gates(dtype: torch.dtype) -> Iterator[tuple[str, Pair]]:
-    """(shape, pair) of SwiGLU, against PyTorch's operators one after the other."""
-    for rows, width in ROWS:
-        gate, up, grad = (torch.randn(rows, width).to(dtype) for _ in range(3))
-        kept = torch.nn.functional.silu(gate)
-
-        def fused(gate: Tensor = gate, up: Tensor = up) -> Any:
-            return registered.swiglu(gate, up)
-
-        def forward(gate: Tensor = gate, up: Tensor = up) -> Any:
-            return torch.nn.functional.silu(gate) * up
-
-        def fused_backward(grad: Tensor = grad, gate: Tensor = gate, up: Tensor = up) -> Any:
-            return registered.swiglu_backward(grad, gate, up)
-
-        def backward(grad: Tensor = grad, gate: Tensor = gate, up: Tensor = up, kept: Tensor = kept) -> Any:
-            return grad * kept, torch.ops.aten.silu_backward(grad * up, gate)
-
-        yield f"{[rows, width]}", ("SwiGLU", fused, forward)
-        yield f"{[rows, width]}", ("gradients of SwiGLU", fused_backward, backward)
+def gate_pairs(gate: Tensor, grad: Tensor) -> Iterator[Pair]:
+    """SwiGLU, against PyTorch's operators one after the other."""
+    up, silu = torch.randn_like(gate), torch.nn.functional.silu
+    kept = silu(gate)
+    yield "SwiGLU", lambda: registered.swiglu(gate, up), lambda: silu(gate) * up
+    yield (
+        "gradients of SwiGLU",
+        lambda: registered.swiglu_backward(grad, gate, up),
+        lambda: (grad * kept, aten.silu_backward(grad * up, gate)),
+    )
 
 
 def every_pair(dtypes: Iterable[str]) -> Iterator[tuple[str, Pair]]:
     """(dtype, shape and layout; pair) of all rows of the table."""
     for name in dtypes:
         dtype = getattr(torch, name)
-        for what, pair in chain(products(dtype), row_norms(dtype), gates(dtype)):
-            yield f"{name}{what}", pair
+        for rows, columns, outs in PRODUCTS:
+            for pair in product_pairs(torch.randn(rows, columns).to(dtype), torch.randn(rows, outs).to(dtype)):
+                yield f"{name}{[rows, columns]} by {outs}", pair
+        for rows, width in ROWS:
+            for pairs_of in (norm_pairs, gate_pairs):
+                for pair in pairs_of(torch.randn(rows, width).to(dtype), torch.randn(rows, width).to(dtype)):
+                    yield f"{name}{[rows, width]}", pair
         for shape in SHAPES:
             for layout, memory_format in (("", torch.contiguous_format), (" channels last", torch.channels_last)):
                 x = torch.randn(shape).to(dtype).to(memory_format=memory_format)

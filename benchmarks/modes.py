@@ -16,9 +16,9 @@ from pathlib import Path
 import click
 
 from benchmarks.certified import CPU, MODELS
+from monet_like.cli.problem import read_problem
 from monet_like.compiler.pipeline import prepare
 from monet_like.compiler.prepared import Prepared
-from monet_like.compiler.problem import read_problem
 from monet_like.errors import InfeasibleError, SolverError
 from monet_like.files import write_atomically
 from monet_like.plan.ilp.search import Search

@@ -50,7 +50,14 @@ def _t5() -> nn.Module:
     import transformers
 
     config = transformers.T5Config(
-        vocab_size=512, d_model=64, d_kv=16, d_ff=128, num_layers=3, num_heads=4, use_cache=False
+        vocab_size=512,
+        d_model=64,
+        d_kv=16,
+        d_ff=128,
+        num_layers=3,
+        num_heads=4,
+        use_cache=False,
+        decoder_start_token_id=0,
     )
     model: nn.Module = transformers.T5ForConditionalGeneration(config)
     return model

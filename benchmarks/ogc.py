@@ -18,9 +18,9 @@ import click
 import torch
 
 from monet_like.cli.benchmark import ARCHS, accumulating, find_arch, weight_bytes
+from monet_like.cli.problem import read_problem
 from monet_like.compiler.pipeline import plan_for, prepare
 from monet_like.compiler.prepared import Prepared
-from monet_like.compiler.problem import read_problem
 from monet_like.errors import InfeasibleError, SolverError
 from monet_like.files import write_atomically
 from monet_like.ir.units import MIB

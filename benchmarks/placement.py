@@ -20,8 +20,8 @@ import click
 
 from benchmarks.certified import CPU, MODELS
 from monet_like.capture.captured import Captured
+from monet_like.cli.problem import read_problem
 from monet_like.compiler.pipeline import plan_for, prepare
-from monet_like.compiler.problem import read_problem
 from monet_like.errors import InfeasibleError, SolverError
 from monet_like.files import write_atomically
 from monet_like.ir.program import Cost, Program

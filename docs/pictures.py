@@ -31,7 +31,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 #: Where a box of the package stands from left to right; its height follows from its imports.
 COLUMNS = {
     "cli": 2.0, "integrations": 0.8, "auto": 1.2, "export": 3.6, "inductor": 3.4, "job": 2.2, "report": 2.5,
-    "cards": 5.2, "compiler": 1.2, "replay": 2.5, "variants": 0.0, "profile": 1.3, "capture": 0.6,
+    "compiler": 1.2, "replay": 2.5, "variants": 0.0, "profile": 1.3, "capture": 0.6,
     "runtime": 1.3, "nn": 0.0, "ops": 0.3, "plan": 3.3, "zoo": 4.4, "build": 1.2, "ir": 2.3, "files": 1.6,
     "solvers": 3.3,
     "models": 5.3, "testing": 4.3,
