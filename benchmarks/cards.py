@@ -96,13 +96,15 @@ def table() -> str:
 def _cell(rows: pandas.DataFrame, model: Model) -> str:
     """The best way of ours on a card."""
     ours = rows[rows.way.isin(("ours", "host"))]
-    largest = int(ours.largest.max()) if len(ours) else 0
-    most = f"{largest:,}" if largest else "-"
+    longest = ours.loc[ours.largest.idxmax()]
+    most = f"{int(longest.largest):,}" if longest.largest else "-"
+    if longest.largest_host_bytes:
+        most += f" with {format_bytes(int(longest.largest_host_bytes))} of the host"
     fitting = ours[ours.fits]
     if fitting.empty:
         return most
     best = fitting.loc[fitting.seconds.idxmin()]
-    host = f", {format_bytes(int(best.host_bytes))} on the host" if best.host_bytes else ""
+    host = f", {format_bytes(int(best.host_bytes))} of the host" if best.host_bytes else ""
     return f"{most}; {format_seconds(float(best.seconds))}{host}"
 
 
@@ -127,10 +129,11 @@ Which card trains which model, predicted from data sheets by `python -m benchmar
 
 A cell has the longest context in tokens that a plan of ours fits (Flux.1 and Wan: tokens of the image or the video;
 SDXL: the largest batch of images of 1024 x 1024). Then come the seconds of a forward and a backward at 4,096 tokens
-(Wan: 32,760, which are 81 frames of 832 x 480; SDXL: one image), and how much of the host's memory frozen weights
-take meanwhile ([streamed weights](../../../docs/streamed_weights.md)). Where a cell has no seconds, that size does
-not fit. The host's memory is taken to suffice. 5 % of each card, at least 1 GB, stay free, as with
-`memory_budget="card"`. The optimizer's own time is left out.
+(Wan: 32,760, which are 81 frames of 832 x 480; SDXL: one image). Both say how much of the host's memory they take, for
+frozen weights ([streamed weights](../../../docs/streamed_weights.md)) and for activations
+([offloading](../../../docs/offload.md)); the host is taken to have it. Where a cell has no seconds, that size does
+not fit. 5 % of each card, at least 1 GB, stay free, as with `memory_budget="card"`. The optimizer's own time is left
+out.
 
 """
 

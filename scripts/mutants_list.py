@@ -226,7 +226,7 @@ _KEPT = [
     (_P, "if len(kept.records) != len(of.blocks):", "if False:", _UNFIT.format("fewer blocks")),
     (_P, "if (call is None) != (record is None):", "if False:", _UNFIT.format("no schedule")),
     (_P, "if not is_of(record, captured, device_of(of.model)):", "if False:", _UNFIT.format("another program")),
-    (_P, "if not set(point.shared) <= set(range(len(captured.program.values))):", "if False:", _UNFIT.format("wrong value")),
+    (_P, "if not {*point.shared, *point.offloaded} <= set(range(len(captured.program.values))):", "if False:", _UNFIT.format("wrong value")),
     (_P, "settings.budget.bytes or settings.budget.share, settings.mode", "0, settings.mode", _ANEW.format("budget")),
 ]  # fmt: skip
 
@@ -347,6 +347,24 @@ _SHARED = [
 ]  # fmt: skip
 
 
+_CALLS = "runtime/offloaded_calls.py"
+_OWN_VALUES = "auto/test_offloading_blocks.py::test_each_backward_gets_its_own_values[0]"
+_LEDGER = "plan/test_offloading.py::test_every_choice_has_the_bytes_of_a_ledger[1-2]"
+#: What blocks offload.
+_OFFLOADING = [
+    (_CALLS, "last.sent()", "pass", _OWN_VALUES),
+    (_CALLS, "self._there.clear()\n", "pass\n", _OWN_VALUES),
+    (_CALLS, "self.changed = self.changed or self._here[place]._version != version", "pass", "auto/test_offloading_blocks.py::test_a_value_that_is_changed_while_it_leaves_is_an_error_as_in_plain_pytorch"),
+    (_CALLS, "before.come()", "pass", "auto/test_offloading_blocks.py::test_values_come_back_while_the_backward_after_them_runs"),
+    ("ir/step.py", "there += 0 if self.moving is None else choice[self.moving].offloaded_bytes", "pass", _LEDGER),
+    ("ir/step.py", "moving = waiting[-1] if waiting else None", "moving = None", _LEDGER),
+    ("ir/step.py", "if not waiting or waiting.pop() != moment.running:", "if not waiting or not waiting.pop() + 1:", "plan/test_offloading.py::test_another_order_says_nothing_of_what_comes_next[0f 1f 0b 1b]"),
+    ("plan/step/choice.py", "builder.fits(there, step.host_bytes)", "pass", "auto/test_offloading_blocks.py::test_no_more_is_offloaded_than_the_host_has_room_for"),
+    ("plan/step/menus.py", "apart = sum(values[v].bytes for v in some if v in point.shared)", "apart = 0 * sum(values[v].bytes for v in some if v in point.shared)", "plan/test_offloading.py::test_points_of_a_chain_by_hand"),
+    ("auto/rehearsal/stand_ins.py", "if v not in call.held and given[storage] == 1", "if True", "auto/test_offloading_blocks.py::test_an_input_that_others_hold_is_not_offloaded"),
+]  # fmt: skip
+
+
 def _listed() -> Iterator[Mutant]:
     for text, instead, test in _CALL_KEYS:
         yield Mutant("replay/checks/call_keys.py", text, instead, test)
@@ -354,7 +372,7 @@ def _listed() -> Iterator[Mutant]:
         yield Mutant("replay/stepping.py", text, instead, test)
     for text, instead, test in _WRAPPER:
         yield Mutant("replay/wrapper.py", text, instead, test)
-    for file, text, instead, test in (*_CHECKS, *_SCHEDULES, *_KEPT, *_GUARDS):
+    for file, text, instead, test in (*_CHECKS, *_SCHEDULES, *_KEPT, *_GUARDS, *_OFFLOADING):
         yield Mutant(file, text, instead, test)
     for text, instead, test in _SHARED:
         yield Mutant("auto/shared_captures.py", text, instead, test)

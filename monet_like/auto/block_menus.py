@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -20,18 +20,19 @@ from ..compiler.progress import Progress
 from ..compiler.request import Request
 from ..compiler.sources import Cached
 from ..errors import UsageError
-from ..ir.schedule import Schedule
+from ..ir.schedule import Schedule, kept_values
 from ..ir.schedule_file import ScheduleRecord
 from ..ir.simulate import simulate
 from ..ir.step import Point
 from ..plan.baseline import plain_step
 from ..plan.result import Plan
-from ..plan.step.menus import efficient, menu, point_of
+from ..plan.step.menus import efficient, menu, offloading, owning, point_of
 from ..replay.segments import handed_gradients
 from .agreement import Sharing, gathered
 from .block import BlockCall
 from .kept_pieces import KeptPiece, keep_costs, keep_menu
 from .kept_plans import digest_of
+from .offloaded import Lone, offloadable
 from .planning import Settings
 from .rehearsal.memory import Blocks, Rehearsed
 
@@ -72,27 +73,36 @@ class Kind:
     Attributes:
         program: a digest of their program and its sizes.
         held: values that the rest of the model holds (`held_values`).
+        lone: inputs that are gone when the block lets go of them, each with the programs of which it is a result
+            (`lone_inputs`); none: nothing is offloaded.
     """
 
     program: str
     held: tuple[int, ...]
+    lone: tuple[tuple[int, tuple[str, ...]], ...] = ()
 
     @property
     def text(self) -> str:
-        """``held`` as a key of plain data."""
-        return f"held {self.held}"
+        """All but the program as a key of plain data."""
+        return f"held {self.held}, lone {self.lone}"
 
 
-def kinds_of(of: Blocks, first: Rehearsed) -> list[Kind | None]:
+def kinds_of(of: Blocks, first: Rehearsed, lone: Lone) -> list[Kind | None]:
     """The kind of every block; None if it has no gradient.
 
     Raises:
         UsageError: no block has one.
     """
-    found = [
-        None if (call := block._block_call) is None else Kind(digest_of_call(call), tuple(sorted(first.held[number])))
-        for number, block in enumerate(of.blocks)
-    ]
+    calls = [block._block_call for block in of.blocks]
+    programs = [None if call is None else digest_of_call(call) for call in calls]
+    found: list[Kind | None] = []
+    for number, program in enumerate(programs):
+        if program is None:
+            found.append(None)
+            continue
+        mine = sorted(lone.get(number, {}).items())
+        makers = ((v, tuple(sorted({programs[block] or "" for block in blocks}))) for v, blocks in mine)
+        found.append(Kind(program, tuple(sorted(first.held[number])), tuple(makers)))
     if not any(found):
         raise UsageError(
             f"no block of {type(of.model).__name__} has a gradient in its training step; give blocks with parameters "
@@ -131,11 +141,15 @@ def menus_of(
     found: dict[str, Prepared],
     deadline: Deadline,
     progress: Progress,
+    link: float,
+    lone: dict[Kind, frozenset[int]],
 ) -> dict[Kind, tuple[Point, ...]]:
     """The menu of every kind of block.
 
     Args:
         found: gets the programs with their costs.
+        lone: gets the inputs that each kind has alone, where something may be offloaded.
+        link: bytes a second to and from the host, each way; 0: nothing is offloaded.
         deadline: of all menus; each of those that are still to be made may take as long as the others.
     """
     menus: dict[Kind, tuple[Point, ...]] = {}
@@ -153,19 +167,40 @@ def menus_of(
             progress.at("plan", type(block._model).__name__, len(found), programs, most)
             found[kind.program] = ready
             schedules[kind.program] = _schedules(ready, kind.program, settings, progress, mine)
-        menus[kind] = _points(found[kind.program], kind, schedules[kind.program])
+        menus[kind] = ()
+    keep = {name for name, every in schedules.items() if any(_keeps_results(found[name], one) for one in every)}
+    for kind in menus:
+        lone[kind] = frozenset(v for v, makers in kind.lone if link and keep.isdisjoint(makers))
+        menus[kind] = _points(found[kind.program], kind, schedules[kind.program], link, lone[kind])
     return menus
 
 
+def _keeps_results(ready: Prepared, schedule: Schedule) -> bool:
+    program = ready.captured.program
+    return not kept_values(program, schedule).isdisjoint(program.outputs)
+
+
 def points_of_call(
-    ready: Prepared, kind: Kind, settings: Settings, progress: Progress, deadline: Deadline
-) -> tuple[Point, ...]:
+    ready: Prepared, kind: Kind, settings: Settings, progress: Progress, deadline: Deadline, link: float,
+    lone: Collection[int],
+) -> tuple[Point, ...]:  # fmt: skip
     """The menu of a call that is planned alone."""
-    return _points(ready, kind, _schedules(ready, kind.program, settings, progress, deadline))
+    return _points(ready, kind, _schedules(ready, kind.program, settings, progress, deadline), link, lone)
 
 
-def _points(ready: Prepared, kind: Kind, schedules: Sequence[Schedule]) -> tuple[Point, ...]:
-    return efficient([own_point(ready, schedule, kind) for schedule in schedules])
+def _points(
+    ready: Prepared, kind: Kind, schedules: Sequence[Schedule], link: float, lone: Collection[int]
+) -> tuple[Point, ...]:
+    """The points of schedules, and if there is a link, those that offload.
+
+    Args:
+        lone: inputs that count as carried: nobody else keeps them.
+    """
+    points = efficient([owning(own_point(ready, one, kind), ready.captured.program, lone) for one in schedules])
+    if not link:
+        return points
+    program, movable = ready.captured.program, offloadable(ready.captured, kind.held, lone)
+    return efficient([*points, *(more for point in points for more in offloading(point, program, movable, link))])
 
 
 def plain_point(ready: Prepared, kind: Kind) -> Point:
@@ -265,20 +300,17 @@ def _schedules(
 def content_of(points: Sequence[Point]) -> dict[str, Any]:
     """Points of all blocks as plain data; equal ones once."""
     distinct = list(dict.fromkeys(points))
-    written = [
-        [(p.schedule.forward, p.schedule.again, p.schedule.ways), p.numbers, p.shared, p.streaming] for p in distinct
-    ]
+    written = [[(p.schedule.forward, p.schedule.again, p.schedule.ways), p.costs] for p in distinct]
     return {"points": written, "of": [distinct.index(point) for point in points]}
 
 
 def read_points(content: Any) -> tuple[Point, ...]:
     """The points that `content_of` has written."""
     distinct = []
-    for (forward, again, ways), (seconds, *sizes), shared, streaming in content["points"]:
+    for (forward, again, ways), costs in content["points"]:
         schedule = Schedule(tuple(forward), tuple(map(tuple, again)), tuple(ways))
-        carried, forward_peak, backward_peak, adding_peak = sizes
-        peaks = forward_peak, backward_peak, adding_peak
-        distinct.append(Point(schedule, seconds, carried, *peaks, tuple(shared), *streaming))
+        own: list[Any] = [tuple(each) if isinstance(each, list) else each for each in costs]
+        distinct.append(Point(schedule, *own))
     return tuple(distinct[number] for number in content["of"])
 
 
@@ -300,4 +332,5 @@ def record_of(call: BlockCall, ready: Prepared, point: Point) -> ScheduleRecord:
     """The schedule file of a call of a block."""
     report = simulate(ready.captured.program, point.schedule, ready.costs)
     made = make_record(call.request, ready, Plan(point.schedule, report, "feasible"), report.peak_bytes)
-    return replace(made, inputs=call.inputs, layout=call.layout, run_bytes=())  # those of a block alone say little
+    # Bytes of the runs of a block alone say little.
+    return replace(made, inputs=call.inputs, layout=call.layout, run_bytes=(), offloaded=point.offloaded)

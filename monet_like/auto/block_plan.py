@@ -19,10 +19,11 @@ from ..compiler.progress import Progress, announce
 from ..errors import ScheduleFileError
 from ..ir.schedule import Schedule
 from ..ir.schedule_file import ScheduleRecord
-from ..ir.step import Moment, Point, Step, moments_of, peak_of, seconds_of
+from ..ir.step import Moment, Point, Step, bytes_on_host, moments_of, peak_of, seconds_of
 from ..ir.units import Budget, format_seconds
 from ..plan.bound.pieces import block_relaxation
 from ..plan.step.choice import Choice, ChoiceStatus
+from ..plan.step.menus import owning
 from ..plan.step.proof import BOUND_SECONDS, CHOICE_SECONDS, Chooser
 from ..profile.card_budget import on_card
 from ..profile.devices import device_name
@@ -44,6 +45,8 @@ from .block_menus import (
 )
 from .block_shares import OwnPlans, Share
 from .kept_plans import NOTHING, REFINED, KeptPlan, StepKey, most_of_rest
+from .offloaded import in_words as offloaded_in_words
+from .offloaded import link_rate, lone_in_all, offload, room_on_host
 from .planning import Settings
 from .promise import BlockPlan
 from .rehearsal.memory import Blocks, StepMemory, WholeStep
@@ -88,10 +91,13 @@ def _planned_with(of: Blocks, memory: StepMemory, settings: Settings, progress: 
     """`plan_blocks` with what counts the memory of the step; and how the plan came to be, in words."""
     started, sharing = time.monotonic(), settings.sharing
     first = memory.rehearsed(None)
-    kinds = all_do(lambda: kinds_of(of, first), sharing)
+    memory.host_bytes = room_on_host(of, first.step, settings)
+    lone = lone_in_all(memory, settings) if memory.host_bytes else {}
+    kinds = all_do(lambda: kinds_of(of, first, lone), sharing)
     check_alike(of, kinds, sharing)
     memory.streaming = streaming_of(of, settings)
-    first = replace(first, step=replace(first.step, streaming=memory.streaming))
+    first = replace(first, step=replace(first.step, streaming=memory.streaming, host_bytes=memory.host_bytes))
+    link = link_rate(of, memory.host_bytes, settings)
     key = _key(of, kinds, first.step, memory, settings)
     found = planned_by(partial(_kept_content, of, first.step, key, settings), sharing)
     answer = None
@@ -102,7 +108,7 @@ def _planned_with(of: Blocks, memory: StepMemory, settings: Settings, progress: 
     if answer is None:
         if key.refines(settings):
             settings = replace(settings, effort="full")
-        answer = _planned(of, memory, first.step, kinds, settings, progress)
+        answer = _planned(of, memory, first.step, kinds, settings, progress, link)
         new = answer[0]
         if new.status != "searched" and any(new.records):  # else the solver may do better at the next start
             key.keep(new, quick=settings.quick, sharing=sharing)
@@ -112,19 +118,20 @@ def _planned_with(of: Blocks, memory: StepMemory, settings: Settings, progress: 
     moments = tuple((name, count + kept.cublas_bytes) for name, count in moments)
     moment, peak = max(moments, key=lambda entry: entry[1])
     stream(of, first.step, kept.points, sharing)
-    own = OwnPlans(settings)
+    offload(of, kept)
+    own = OwnPlans(settings, link)
     for block, record, point, kind in zip(of.blocks, kept.records, kept.points, kinds, strict=True):
         block.record, call = record, block._block_call
         block._block_planned, block._block_sharded = True, is_sharded(block)
         block._begun, block._block_own = True, own
         block._on_new_input, block._shows_progress = settings.on_new_input, settings.verbose
         if record is not None and call is not None and kind is not None:
-            block._block_share = Share.of(point, call.as_in(record), kind.held)
+            block._block_share = Share.of(point, call.as_in(record), kind)
     made = BlockPlan(
         peak, moment, kept.budget_bytes, kept.plain_peak_bytes, seconds_of(first.step, kept.points), kept.plain_seconds,
         kept.kinds, kept.points, kept.status, reason, kept.bound_seconds, moments,
     )  # fmt: skip
-    return made, f"{how}{settings.told}"
+    return made, f"{offloaded_in_words(first.step, kept)}; {how}{settings.told}"
 
 
 #: The schedules of all blocks, with `BlockPlan.moments` without cuBLAS's workspaces, and `BlockPlan.reason`.
@@ -142,6 +149,7 @@ def _key(of: Blocks, kinds: Sequence[Kind | None], first: Step, memory: StepMemo
         (
             settings.budget.bytes or settings.budget.share, settings.mode, settings.solver.upper(), settings.gap,
             settings.time_limit_seconds, settings.optimizer, memory.streaming and memory.streaming.key,
+            memory.host_bytes > 0,
         ),
         (device_name(device), settings_digest(device)),
         processes() if settings.sharing == "same" else 1,
@@ -171,7 +179,7 @@ def _fits(of: Blocks, kept: KeptPlan) -> bool:
             captured = call.as_in(record)
             if not is_of(record, captured, device_of(of.model)):
                 raise ScheduleFileError(f"in the file {block._block_name} has a schedule that does not fit its program")
-            if not set(point.shared) <= set(range(len(captured.program.values))):
+            if not {*point.shared, *point.offloaded} <= set(range(len(captured.program.values))):
                 raise ScheduleFileError(f"in the file {block._block_name} keeps a value that it does not have")
     return True
 
@@ -180,9 +188,11 @@ def _reused(kept: KeptPlan, memory: StepMemory) -> Answer | None:
     """The plan from the cache with its peak at this start; None if the rest of the model takes another amount of
     memory.
     """
-    moments = moments_of(memory.step_with(kept.points), kept.points)
+    step = memory.step_with(kept.points)
+    moments = moments_of(step, kept.points)
     peak = max(count for _, count in moments) + kept.cublas_bytes
-    return (kept, moments, "") if peak <= kept.budget_bytes and kept.same_peak(peak) else None
+    fits = peak <= kept.budget_bytes and bytes_on_host(step, kept.points) <= memory.host_bytes
+    return (kept, moments, "") if fits and kept.same_peak(peak) else None
 
 
 class _Planner:
@@ -192,10 +202,13 @@ class _Planner:
         found: the blocks' programs with their costs; empty in processes that do not plan.
     """
 
-    def __init__(self, of: Blocks, kinds: Sequence[Kind | None], settings: Settings, progress: Progress) -> None:
-        self.of, self.kinds, self.settings, self.progress = of, kinds, settings, progress
+    def __init__(
+        self, of: Blocks, kinds: Sequence[Kind | None], settings: Settings, progress: Progress, link: float
+    ) -> None:  # fmt: skip
+        self.of, self.kinds, self.settings, self.progress, self.link = of, kinds, settings, progress, link
         self.found: dict[str, Prepared] = {}
         self.menus: dict[Kind, tuple[Point, ...]] = {}
+        self.lone: dict[Kind, frozenset[int]] = {}
         self.deadline = Deadline.of(settings)
         self.choice_seconds = max(settings.time_limit_seconds, CHOICE_SECONDS)
         self.bound_seconds = min(QUICK_BOUND_SECONDS if settings.quick else BOUND_SECONDS, settings.time_limit_seconds)
@@ -203,8 +216,8 @@ class _Planner:
 
     def plain(self) -> Any:
         """Make the menus; plain PyTorch's points by block, and cuBLAS's workspaces."""
-        menus = self.deadline.part(MENUS_SHARE)
-        self.menus = menus_of(self.of, self.kinds, self.settings, self.found, menus, self.progress)
+        given = self.settings, self.found, self.deadline.part(MENUS_SHARE), self.progress, self.link, self.lone
+        self.menus = menus_of(self.of, self.kinds, *given)
         plain = {kind: plain_point(self.found[kind.program], kind) for kind in self.menus}
         cublas = max(ready.cublas_bytes or ready.variants_cublas_bytes for ready in self.found.values())
         return {**content_of([plain[kind] if kind else NOTHING for kind in self.kinds]), "cublas_bytes": cublas}
@@ -239,7 +252,8 @@ class _Planner:
     def _point(self, block: int, schedule: Schedule) -> Point:
         kind = self.kinds[block]
         assert kind is not None
-        return own_point(self.found[kind.program], schedule, kind)
+        ready = self.found[kind.program]
+        return owning(own_point(ready, schedule, kind), ready.captured.program, self.lone[kind])
 
     def bound(self, best: Choice) -> float:
         """No schedules that fit have fewer seconds."""
@@ -255,21 +269,23 @@ class _Planner:
 
 
 def _planned(
-    of: Blocks, memory: StepMemory, first: Step, kinds: Sequence[Kind | None], settings: Settings, progress: Progress
-) -> Answer:
+    of: Blocks, memory: StepMemory, first: Step, kinds: Sequence[Kind | None], settings: Settings, progress: Progress,
+    link: float,
+) -> Answer:  # fmt: skip
     """Plan: a menu for each kind of block, and one choice for all.
 
     Where nothing of menus for other sizes fits, new ones are found.
     """
     return settings.earlier.tried(
-        partial(_planned_by_menus, of, memory, first, kinds, settings, progress), settings.sharing
+        partial(_planned_by_menus, of, memory, first, kinds, settings, progress, link), settings.sharing
     )
 
 
 def _planned_by_menus(
-    of: Blocks, memory: StepMemory, first: Step, kinds: Sequence[Kind | None], settings: Settings, progress: Progress
-) -> Answer:
-    planner, sharing = _Planner(of, kinds, settings, progress), settings.sharing
+    of: Blocks, memory: StepMemory, first: Step, kinds: Sequence[Kind | None], settings: Settings, progress: Progress,
+    link: float,
+) -> Answer:  # fmt: skip
+    planner, sharing = _Planner(of, kinds, settings, progress, link), settings.sharing
     sent = planned_by(planner.plain, sharing)
     plain, cublas = read_points(sent), sent["cublas_bytes"]
     plain_choice = _choice(memory.step_with(plain), plain)
@@ -339,4 +355,4 @@ def _chosen(
 def _tell(of: Blocks, plan: BlockPlan, how: str, verbose: bool | None) -> None:
     """Log in one line what the schedules promise; also on stderr, if that is wanted."""
     model = of.model._model if isinstance(of.model, ScheduleWrapper) else of.model
-    announce(f"{type(model).__name__}, {plan}{in_words(of)}; {how}", verbose)
+    announce(f"{type(model).__name__}, {plan}{in_words(of)}{how}", verbose)

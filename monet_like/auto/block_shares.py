@@ -7,7 +7,7 @@ The block decides alone, so processes need not agree, and the peak of the whole 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,41 +40,43 @@ class Share:
     forward's.
 
     Attributes:
-        carried_bytes, forward_bytes, backward_bytes, adding_bytes: see `Point`.
+        carried_bytes, forward_bytes, backward_bytes, adding_bytes, offloaded_bytes: see `Point`.
         held: places of incoming gradients and results that the rest of the model holds (`_ends`).
+        lone: places of inputs that count as carried.
     """
 
     carried_bytes: int
     forward_bytes: int
     backward_bytes: int
     adding_bytes: int
+    offloaded_bytes: int
     held: tuple[int, ...]
+    lone: tuple[int, ...]
 
     @staticmethod
-    def of(point: Point, captured: Captured, held: Collection[int]) -> Share:
-        """The share of a block whose plan has this point."""
-        kept = _kept_bytes(point, captured.program)
-        places = tuple(place for place, value in enumerate(_ends(captured)) if value in held)
-        return Share(
-            point.carried_bytes + kept, point.forward_peak_bytes, point.backward_peak_bytes + kept,
-            point.adding_peak_bytes + kept, places,
-        )  # fmt: skip
+    def of(point: Point, captured: Captured, kind: Kind) -> Share:
+        """The share of a block of this kind whose plan has this point."""
+        held = tuple(place for place, value in enumerate(_ends(captured)) if value in kind.held)
+        moved = {v for v, _ in kind.lone} - set(point.shared)
+        lone = tuple(place for place, value in enumerate(captured.inputs) if value in moved)
+        return Share(*_needed(point, captured.program), held, lone)
 
     def excess(self, point: Point, program: Program) -> tuple[int, str, int, int]:
         """By how many bytes another call of the block by this point needs more at most, where, what it needs and what
         there is.
         """
-        kept = _kept_bytes(point, program)
-        needed = (
-            point.carried_bytes + kept, point.forward_peak_bytes, point.backward_peak_bytes + kept,
-            point.adding_peak_bytes + kept,
-        )  # fmt: skip
-        there = self.carried_bytes, self.forward_bytes, self.backward_bytes, self.adding_bytes
+        needed = _needed(point, program)
+        there = self.carried_bytes, self.forward_bytes, self.backward_bytes, self.adding_bytes, self.offloaded_bytes
         return max((need - has, where, need, has) for where, need, has in zip(_WHERE, needed, there, strict=True))
 
     def has_room(self, point: Point, program: Program) -> bool:
         """Whether another call of the block by this point needs no more."""
         return self.excess(point, program)[0] <= 0
+
+    def lone_in(self, captured: Captured) -> tuple[int, ...]:
+        """The inputs of another call's program that no other block gets; none, if it has other inputs."""
+        alike = max(self.lone, default=-1) < len(captured.inputs)
+        return tuple(sorted(captured.inputs[place] for place in self.lone)) if alike else ()
 
     def held_in(self, captured: Captured) -> tuple[int, ...]:
         """The values of another call's program that the rest of the model holds; all of them, if it has
@@ -95,6 +97,7 @@ _WHERE = (
     "in its forward",
     "in its backward",
     "in a backward that adds gradients",
+    "on its way to the host",
 )
 
 
@@ -105,8 +108,13 @@ def _ends(captured: Captured) -> Iterator[int | None]:
         yield tangent
 
 
-def _kept_bytes(point: Point, program: Program) -> int:
-    return sum(program.values[value].bytes for value in point.shared)
+def _needed(point: Point, program: Program) -> tuple[int, int, int, int, int]:
+    """What a point needs, as `Share` has it."""
+    kept = sum(program.values[value].bytes for value in point.shared)
+    return (
+        point.carried_bytes + kept, point.forward_peak_bytes, point.backward_peak_bytes + kept,
+        point.adding_peak_bytes + kept, point.offloaded_bytes,
+    )  # fmt: skip
 
 
 class OwnPlans:
@@ -114,10 +122,11 @@ class OwnPlans:
 
     Args:
         settings: of the whole model's plan.
+        link: see `menus_of`.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = replace(settings, effort="quick")
+    def __init__(self, settings: Settings, link: float = 0.0) -> None:
+        self.settings, self.link = replace(settings, effort="quick"), link
         self._costs: dict[str, Prepared] = {}
         self._found: dict[tuple[str, Share], ScheduleRecord | InfeasibleError | None] = {}
 
@@ -143,14 +152,15 @@ class OwnPlans:
                 device, costs = call.captured.device, deadline.part(COSTS_SHARE)
                 self._costs[digest] = costs_of_call(call, digest, device, self.settings, progress, costs)
             ready = self._costs[digest]
-            kind = Kind(digest, share.held_in(ready.captured))
+            kind, lone = Kind(digest, share.held_in(ready.captured)), share.lone_in(ready.captured)
+            link = self.link if share.offloaded_bytes else 0.0
             taken = self.settings.earlier.taken
-            points = points_of_call(ready, kind, self.settings, progress, deadline)
+            points = points_of_call(ready, kind, self.settings, progress, deadline, link, lone)
             plain = plain_point(ready, kind)
             fitting = [point for point in points if share.has_room(point, ready.captured.program)]
             if not fitting and self.settings.earlier.taken > taken:  # those of other sizes do not do
                 self.settings.earlier.clear()
-                points = points_of_call(ready, kind, self.settings, progress, deadline)
+                points = points_of_call(ready, kind, self.settings, progress, deadline, link, lone)
                 fitting = [point for point in points if share.has_room(point, ready.captured.program)]
         if fitting:
             return record_of(call, ready, min(fitting, key=lambda point: point.numbers))
@@ -166,4 +176,4 @@ class OwnPlans:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return OwnPlans, (self.settings,)
+        return OwnPlans, (self.settings, self.link)

@@ -27,7 +27,7 @@ from .agreement import Sharing, planned_by
 from .planning import Settings
 
 FORMAT = "monet_like plan"
-VERSION = 7
+VERSION = 8
 #: Said of a quick plan.
 REFINED = " (quickly; all is measured and refined at the next start, or now with effort='full')"
 #: Quick plans that this process has made: to call again is no new start.
@@ -161,7 +161,7 @@ class KeptPlan:
             text = record.content()
             if text not in schedules:
                 schedules.append(text)
-            found = [schedules.index(text), *point.numbers, list(point.shared), *point.streaming]
+            found = [schedules.index(text), *point.costs]
             if found not in points:
                 points.append(found)
             pieces.append(points.index(found))
@@ -231,10 +231,14 @@ def most_of_rest(step: Step) -> int:
     return max(moment.base_bytes for moment in step.moments)
 
 
+#: The number of a schedule, and `Point.costs`.
+_Point = tuple[int, float, int, int, int, int, tuple[int, ...], float, float, int, tuple[int, ...], int]
+
+
 @dataclass(frozen=True)
 class _Lists:
-    """What a file has once, with the number of a schedule in each point, and that of a point for each piece."""
+    """What a file has once, and the number of a point for each piece."""
 
     schedules: tuple[Any, ...]
-    points: tuple[tuple[int, float, int, int, int, int, tuple[int, ...], float, float, int], ...]
+    points: tuple[_Point, ...]
     pieces: tuple[int | None, ...]

@@ -85,6 +85,17 @@ class TensorMeta:
         return allocated_bytes(self.storage_bytes, self.device)
 
     @property
+    def covers_storage(self) -> bool:
+        """Whether the elements lie in the storage from its start on, without gaps or overlap."""
+        elements = 1
+        for extent, stride in sorted(zip(self.shape, self.stride, strict=True), key=lambda pair: pair[1]):
+            if extent > 1:
+                if stride != elements:
+                    return False
+                elements *= extent
+        return self.offset == 0
+
+    @property
     def contiguous(self) -> bool:
         """Whether the elements lie in row-major order without gaps."""
         return self.stride == contiguous_strides(self.shape)

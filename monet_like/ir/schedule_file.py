@@ -74,6 +74,7 @@ class ScheduleRecord:
         note: about the profile: at which batch it was measured.
         counts: of the program and the plan, such as ``parameters``, ``slots`` and ``processes``.
         run_bytes: predicted memory while each task runs, in the order of the schedule; none: not known.
+        offloaded: of a block's schedule: values that are on the host between its forward and its backward.
     """
 
     schedule: Schedule
@@ -106,6 +107,7 @@ class ScheduleRecord:
     optimizer_in_backward: bool = False
     attention: str = ""
     run_bytes: tuple[int, ...] = ()
+    offloaded: tuple[int, ...] = ()
 
     @property
     def is_plain(self) -> bool:
@@ -126,7 +128,7 @@ class ScheduleRecord:
 
     def to_frame(self) -> pandas.DataFrame:
         """One row: what the schedule was made for and what it promises. ``pandas.concat`` compares several."""
-        left_out = ("schedule", "made_last", "versions", "counts", "run_bytes")
+        left_out = ("schedule", "made_last", "versions", "counts", "run_bytes", "offloaded")
         own = {name: value for name, value in vars(self).items() if name not in left_out}
         own["inputs"] = ", ".join(f"{spec.dtype}{list(spec.shape)}" for spec in self.inputs)
         dtypes = {"bound_seconds": "float64", "gap": "float64"}
@@ -150,7 +152,7 @@ class ScheduleRecord:
         """Everything that the file holds, as plain builtins."""
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
         content |= content.pop("schedule")
-        for name in ("optimizer_in_backward", "attention", "run_bytes"):  # files without it read the same
+        for name in ("optimizer_in_backward", "attention", "run_bytes", "offloaded"):  # files without it read the same
             if not content[name]:
                 del content[name]
         return content
@@ -219,4 +221,4 @@ _MOST_ELEMENTS = 2**53
 #: Fields of the schedule, which stand among the others.
 _SCHEDULE = ("forward", "again", "ways")
 #: Fields that files of this format did not always have, and the schedule itself.
-_LATER = ("schedule", "made_last", "cublas_bytes", "optimizer_in_backward", "attention", "run_bytes")
+_LATER = ("schedule", "made_last", "cublas_bytes", "optimizer_in_backward", "attention", "run_bytes", "offloaded")

@@ -12,18 +12,24 @@ point ``p[b]`` for every piece ``b``. With
   optimizer's state, buffers of a sharded model, the rest's own activations;
 * ``n[m,b]``: calls of piece ``b`` whose forward has ended and whose backward has not, the one whose backward runs
   included;
+* ``moving[m]``: the piece of the call whose offloaded values are on their way to or from the host at moment ``m``;
 
 a choice has::
 
     seconds   sum[b] calls[b] seconds[p[b]]                                           `seconds_of`
     peak      max[m] bytes[m]                                                         `peak_of`
-    bytes[m]  base[m] + sum[b] n[m,b] carried[p[b]] + rise[m]                         `Moment.bytes`
+    bytes[m]  base[m] + sum[b] n[m,b] carried[p[b]] + rise[m] + offloaded[p[moving[m]]]
+                                                                                      `Moment.bytes`
     rise[m]   forward[p[b]]                  if the forward of piece b runs at m      `Moment.rise`
               backward[p[b]] - carried[p[b]] if its backward does
               adding[p[b]] - carried[p[b]]   if its backward does, and its gradients are added to earlier ones
               0                              otherwise
 
 Several micro-batches may be in flight, as in a pipeline: ``n[m,b]`` counts their calls.
+
+A point may offload some of what its piece keeps: ``offloaded`` bytes, which are on the host and not carried. They leave
+while the visit after the forward runs, and have left when it ends; they come back while the backward of the next call
+runs. So those of one call at most are under way (`with_offloads`).
 
 The frozen weights of a piece are resident, or streamed from the host (`Streaming`): its point has ``ahead > 0``. With
 visits ``j = 0, 1, ...``, the moments at which a piece ``b(j)`` runs, and
@@ -48,9 +54,9 @@ visits before has it: its weights are still there.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 from .schedule import Schedule
 
@@ -78,6 +84,9 @@ class Point:
         forward_seconds: of the forward alone.
         fetch_seconds: of the copies of activations from the host that the backward makes.
         ahead: how many pieces earlier the copy of its frozen weights from the host begins; 0: they are resident.
+        offloaded: values that are on the host between the forward and the backward; ``seconds`` has what of their
+            copies is not hidden.
+        offloaded_bytes: of them; in none of the bytes above but the backward's peaks.
     """
 
     schedule: Schedule
@@ -90,18 +99,21 @@ class Point:
     forward_seconds: float = 0.0
     fetch_seconds: float = 0.0
     ahead: int = 0
+    offloaded: tuple[int, ...] = ()
+    offloaded_bytes: int = 0
 
     @property
-    def numbers(self) -> tuple[float, int, int, int, int]:
+    def numbers(self) -> tuple[float, int, int, int, int, int]:
         """Seconds and bytes: a point is no worse than another if none of them is larger."""
         return (
-            self.seconds, self.carried_bytes, self.forward_peak_bytes, self.backward_peak_bytes, self.adding_peak_bytes
+            self.seconds, self.offloaded_bytes, self.carried_bytes, self.forward_peak_bytes, self.backward_peak_bytes,
+            self.adding_peak_bytes,
         )  # fmt: skip
 
     @property
-    def streaming(self) -> tuple[float, float, int]:
-        """What the clocks of streamed weights read."""
-        return self.forward_seconds, self.fetch_seconds, self.ahead
+    def costs(self) -> tuple[Any, ...]:
+        """All but the schedule, in the order of the arguments."""
+        return tuple(getattr(self, each.name) for each in fields(self)[1:])
 
 
 @dataclass(frozen=True)
@@ -131,6 +143,7 @@ class Moment:
         running: the piece whose forward or backward runs; None: the rest of the model.
         stage: which of the two.
         adds: the gradients of the running piece's parameters exist already, and its own are added to them.
+        moving: the piece of the call whose offloaded values are under way; None: there is none.
     """
 
     name: str
@@ -139,16 +152,18 @@ class Moment:
     running: int | None = None
     stage: Stage = ""
     adds: bool = False
+    moving: int | None = None
 
     @property
     def what(self) -> tuple[object, ...]:
         """Which pieces carry and which runs: moments for which this is the same differ in their base alone."""
-        return self.carrying, self.running, self.stage, self.adds
+        return self.carrying, self.running, self.stage, self.adds, self.moving
 
     def bytes(self, choice: Sequence[Point]) -> int:
         """The memory at this moment if every piece takes the point given for it."""
-        carried = sum(calls * choice[piece].carried_bytes for piece, calls in self.carrying)
-        return self.base_bytes + carried + (0 if self.running is None else self.rise(choice[self.running]))
+        there = sum(calls * choice[piece].carried_bytes for piece, calls in self.carrying)
+        there += 0 if self.moving is None else choice[self.moving].offloaded_bytes
+        return self.base_bytes + there + (0 if self.running is None else self.rise(choice[self.running]))
 
     def rise(self, point: Point) -> int:
         """What the running piece adds by a point, above what is carried."""
@@ -183,12 +198,15 @@ class Streaming:
 class Step:
     """A training step: its pieces, which moments name by their places, and its moments in order.
 
-    ``streaming``: of frozen weights; None: all are resident.
+    Attributes:
+        streaming: of frozen weights; None: all are resident.
+        host_bytes: that offloaded values may take of the host.
     """
 
     pieces: tuple[Piece, ...]
     moments: tuple[Moment, ...]
     streaming: Streaming | None = None
+    host_bytes: int = 0
 
     @cached_property
     def visits(self) -> tuple[Visit, ...]:
@@ -213,6 +231,41 @@ class Step:
             if moment.what not in found or found[moment.what].base_bytes < moment.base_bytes:
                 found[moment.what] = moment
         return tuple(found.values())
+
+
+def with_offloads(step: Step) -> Step | None:
+    """The step with `Moment.moving`; None if its backwards do not run in the reverse order of its forwards, all of
+    these before: then nothing says what comes back next.
+    """
+    waiting: list[int] = []
+    moments, moving, before = [], None, "backward"
+    for moment in step.moments:
+        if moment.running is None:
+            moments.append(replace(moment, moving=moving))
+            continue
+        if moment.stage == "forward":
+            if before == "backward" and waiting:
+                return None
+            moments.append(replace(moment, moving=moving))
+            waiting.append(moment.running)
+            moving = moment.running
+        else:
+            if not waiting or waiting.pop() != moment.running:
+                return None
+            moving = waiting[-1] if waiting else None
+            moments.append(replace(moment, moving=moving))
+        before = moment.stage
+    return None if waiting else replace(step, moments=tuple(moments))
+
+
+def without_offloads(step: Step) -> Step:
+    """The step with the points alone that offload nothing."""
+    return step.with_menus((point for point in menu if not point.offloaded) for menu in step.menus)
+
+
+def bytes_on_host(step: Step, choice: Sequence[Point]) -> int:
+    """Offloaded bytes that are on the host when all forwards have ended."""
+    return sum(piece.calls * point.offloaded_bytes for piece, point in zip(step.pieces, choice, strict=True))
 
 
 def peak_of(step: Step, choice: Sequence[Point]) -> tuple[int, str]:

@@ -4,7 +4,7 @@ and branches.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -39,6 +39,7 @@ class KeptStep:
         captured: with the constants and the values that the model read.
         reads: Python values that the model read when it was captured; None: not recorded.
         parameter_slots, buffer_slots: (dict, key) where the model keeps the captured tensors.
+        offloaded: see `ScheduleRecord`.
     """
 
     step: CompiledStep
@@ -46,9 +47,10 @@ class KeptStep:
     reads: Reads | None
     parameter_slots: Sequence[tuple[dict[str, Any], str]]
     buffer_slots: Sequence[tuple[dict[str, Any], str]]
+    offloaded: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, step: CompiledStep, captured: Captured, model: nn.Module) -> KeptStep:
+    def of(cls, step: CompiledStep, captured: Captured, model: nn.Module, offloaded: Iterable[int] = ()) -> KeptStep:
         """The step of a model which is, or is equal to, the one that was captured."""
         return cls(
             step,
@@ -56,6 +58,7 @@ class KeptStep:
             captured.reads.of(model) if captured.reads is not None else None,
             tensor_slots(model, captured, "_parameters"),
             tensor_slots(model, captured, "_buffers"),
+            frozenset(offloaded),
         )
 
     def residents(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -34,6 +34,7 @@ from ..ir.schedule_file import InputSpec, ScheduleRecord
 from ..ir.units import format_bytes
 from ..nn.sync_batch_norm import world
 from ..runtime import out_of_memory
+from ..runtime.offloaded_calls import OffloadedCalls, Offloads
 from ..runtime.questions import OtherAnswer
 from ..runtime.streamed_block import Streamed
 from ..variants import admitted
@@ -76,6 +77,7 @@ class Stepping(StandIn):
     _arena: Arena | None
     _synchronised: bool
     _streamed: Streamed | None
+    _offloads: OffloadedCalls | None
     #: What a call does for which nothing was planned: "plan", "plain" or "error"; see `monet_like.auto_schedule`.
     _on_new_input = "plan"
     #: Whether progress is shown; None: if somebody sees stderr.
@@ -103,7 +105,9 @@ class Stepping(StandIn):
             out_of_memory.begins(self, kept.captured.device)
             plain = self._plain_call(kept, leaves, spec)
             try:
-                result = run_step(kept.step, parameters, buffers, inputs, kept.reads, places, self._streamed, plain)
+                offloads = None if self._offloads is None else Offloads(self._offloads, kept.offloaded)
+                whole = kept.reads, places, self._streamed, plain, offloads
+                result = run_step(kept.step, parameters, buffers, inputs, *whole)
             except OtherAnswer as other:
                 before, known = known, known_answers(kept.captured, other)
                 if len(known) <= len(before):  # from equal states it does not answer alike
@@ -250,7 +254,6 @@ class Stepping(StandIn):
         """What repeats a call for a backward that its schedule cannot do; None: such a backward is an error."""
         if self._on_new_input == "error" or self._streamed is not None:
             return None
-
         here, there = weakref.ref(self), weakref.ref(kept)
 
         def instead(reason: UsageError, given: Example) -> None:
@@ -315,10 +318,9 @@ class Stepping(StandIn):
         warn_of_twins(captured, captured.device, stacklevel=3)
         warn_of_liger(captured.program, record.schedule, captured.device, stacklevel=3)
         warn_of_checkpointing(self._model)
-        within = None
-        if self.backend == "inductor" and inputs == record.inputs:
-            within = record.peak_bytes - record.extra_bytes
-        kept = KeptStep.of(self._made(record, captured, within, args, kwargs), captured, self._model)
+        fuses = self.backend == "inductor" and inputs == record.inputs
+        within = record.peak_bytes - record.extra_bytes if fuses else None
+        kept = KeptStep.of(self._made(record, captured, within, args, kwargs), captured, self._model, record.offloaded)
         self._kept.add(key, kept)
         if len(self._kept) == MANY_STEPS:
             last = f" (the last time, {change})" if change else ""
@@ -351,15 +353,13 @@ class Stepping(StandIn):
     def _for_row_major(
         self, record: ScheduleRecord, step: CompiledStep, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> CompiledStep | None:
-        """The step with the same decisions for incoming gradients in row-major order; None if its program differs."""
+        """The same decisions for incoming gradients in row-major order; None if the program differs."""
         captured = self._captured_as(record, args, kwargs, in_rows=True)
         schedule = carried_over(record.schedule, step.captured.program, captured.program)
-        other = (
-            None
-            if schedule is None
-            else CompiledStep(captured, schedule, segments=step.segments, run_bytes=record.run_bytes)
-        )
-        return other if other is not None and other.saved == step.saved else None
+        if schedule is None:
+            return None
+        other = CompiledStep(captured, schedule, segments=step.segments, run_bytes=record.run_bytes)
+        return other if other.saved == step.saved else None
 
     def _captured_as(
         self, record: ScheduleRecord, args: tuple[Any, ...], kwargs: dict[str, Any], *, in_rows: bool = False

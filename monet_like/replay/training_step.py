@@ -25,6 +25,7 @@ from ..ir.schedule import Schedule
 from ..ir.simulate import Free, simulate
 from ..runtime import out_of_memory
 from ..runtime.codegen import Block, compile_block, compile_chain, liveness
+from ..runtime.offloaded_calls import Offloads
 from ..runtime.questions import ASK, Asking, OtherAnswer
 from ..runtime.streamed_block import Streamed
 from .branches import undone_if_ended, written_residents
@@ -91,9 +92,8 @@ class CompiledStep:
             *captured.inputs,
         )
         stretches = cut_alike(captured, schedule, segments) if segments else cut(captured, schedule)
-        forward = tuple(program.tasks[i] for i in schedule.forward)
         runs = [tasks_of(captured, schedule, start, stop) for start, stop, _ in stretches]
-        forward, *runs = with_run_bytes([forward, *runs], run_bytes)
+        forward, *runs = with_run_bytes([tuple(program.tasks[i] for i in schedule.forward), *runs], run_bytes)
         live = _live(runs, stretches)
         outputs = _distinct(captured.outputs)
         self.saved = tuple(v for v in live[0] if v not in program.tangents)
@@ -203,6 +203,7 @@ class _Call:
             began.
         other: by which the call has left its branch.
         weights: has the model's streamed weights on the device for a segment of the backward; None: all are there.
+        offloads: what it offloads, and what it has offloaded; None: nothing in the model does.
         reads: values that the model read when the step was captured; None: not recorded, or the model is gone.
         whose: the wrapper on a GPU, for an error of memory.
     """
@@ -214,6 +215,7 @@ class _Call:
     other: OtherAnswer | None = None
     weights: Streamed | None = None
     plain: PlainBackward | None = None
+    offloads: Offloads | None = None
     asked: Asked = field(default_factory=Asked)
     whose: weakref.ref[Any] | None = field(default_factory=out_of_memory.whose)
 
@@ -265,15 +267,12 @@ class _Head(torch.autograd.Function):
         try:
             with memory.forward() if memory else nullcontext(), torch._C._DisableAutocast():
                 outputs, saved = call.step.forward(list(residents))
-        except (
-            OtherAnswer
-        ) as other:  # raised later: PyTorch loses an error if one of its operators has given a warning before
+        except OtherAnswer as other:  # raised later: PyTorch loses an error if an operator has given a warning before
             call.other = other
             return None
-        ctx.save_for_backward(*saved)
-        ctx.mark_non_differentiable(
-            *(o for o, t in zip(outputs, call.step.captured.tangents, strict=True) if t is None)
-        )
+        ctx.save_for_backward(*(saved if call.offloads is None else call.offloads.left(call.step.saved, saved)))
+        without = (o for o, t in zip(outputs, call.step.captured.tangents, strict=True) if t is None)
+        ctx.mark_non_differentiable(*without)
         return outputs
 
     @staticmethod
@@ -283,7 +282,10 @@ class _Head(torch.autograd.Function):
         reason = call.reason_for_plain(grads)
         step = call.step.for_gradients(grads)
         given = [*ctx.saved_tensors]
-        if torch._C._autograd._get_current_graph_task_keep_graph():  # another backward will read them
+        again = torch._C._autograd._get_current_graph_task_keep_graph()  # another backward will read them
+        if call.offloads is not None:
+            given = call.offloads.back(given, again=again)
+        if again:
             for place in step.overwritten:
                 given[place] = step.captured.metas[step.saved[place]].empty().copy_(given[place])
         ctx.maybe_clear_saved_tensors()
@@ -349,6 +351,7 @@ def run_step(
     places: Mapping[str, Holder] | None = None,
     weights: Streamed | None = None,
     plain: PlainBackward | None = None,
+    offloads: Offloads | None = None,
 ) -> Any:
     """Run the forward of a step; its autograd graph is the backward of the schedule.
 
@@ -357,6 +360,7 @@ def run_step(
         places: of what the forward sets, see `Effects.places`.
         weights: those of the parameters that are streamed; they are on the device now.
         plain: does a backward that the schedule cannot.
+        offloads: what this call offloads.
 
     Returns:
         The model's result, nested as the model nests it.
@@ -370,7 +374,8 @@ def run_step(
         inputs[position].requires_grad_()
     for index in captured.buffers_made_to_require:
         parameters[index].requires_grad_()
-    call = _Call(step, (lambda: None) if reads is None else weakref.ref(reads), weights=weights, plain=plain)
+    late = (lambda: None) if reads is None else weakref.ref(reads)
+    call = _Call(step, late, weights=weights, plain=plain, offloads=offloads)
     token = None
     for segment in reversed(step.segments):
         leaves = [*(parameters[i] for i in segment.parameters), *(inputs[i] for i in segment.inputs)]

@@ -17,13 +17,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import MonetError
 from ..ir.units import MIB, format_bytes
 
 #: A file is written and read in pieces of this size, so that no more of it is in the process's memory at once.
 _PIECE_BYTES = 8 * MIB
-#: Buffers that CUDA is still writing, each with the event of its end: their memory must not be reused before.
+#: Parts of a value on the host at most: with pinned memory in powers of two at most a fifteenth of it is not used.
+_PARTS = 4
+#: Tensors of which CUDA still makes copies, or into which it does, each with the event of its end: their memory must
+#: not be reused before.
 _under_way: list[tuple[Any, Tensor]] = []
 
 
@@ -44,7 +48,7 @@ def send_start(x: Tensor) -> Tensor:
     flat = _flat(x)
     if x.device.type == "cuda":
         host = _pinned(flat.numel())
-        _copy_beside(host, flat, x.device)
+        host.done = _copy_beside(host, flat, x)  # type: ignore[attr-defined]
     else:
         host = _mapped(flat.numel())
         host.done = _thread().submit(_copy_by_pieces, [host, flat, host])  # type: ignore[attr-defined]
@@ -69,7 +73,7 @@ def fetch_start(
     made = torch.empty_strided(size, stride, dtype=dtype, device=device)
     flat = _flat(made)
     if device.type == "cuda":
-        _copy_beside(flat, host, made.device, made)
+        made.done = _copy_beside(flat, host, made)  # type: ignore[attr-defined]
     else:
         made.done = _thread().submit(_copy_by_pieces, [flat, host, host])  # type: ignore[attr-defined]
     return made
@@ -79,6 +83,49 @@ def fetch_end(made: Tensor) -> Tensor:
     """Wait for the contents of ``made``."""
     _wait(made, made.device)
     return made
+
+
+def sent_in_parts(x: Tensor) -> list[Tensor]:
+    """As `send_start`, in parts on the host that end together: `send_end` takes the last one.
+
+    Of pinned memory PyTorch takes powers of two, so a whole would take up to twice its bytes (`host_parts`).
+    """
+    if x.device.type != "cuda":
+        return [send_start(x)]
+    flat = _flat(x)
+    parts = [_pinned(count) for count in host_parts(flat.numel(), x.device)]
+    for part, source in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+        parts[-1].done = _copy_beside(part, source, x)  # type: ignore[attr-defined]
+    return parts
+
+
+def fetched_in_parts(
+    parts: Sequence[Tensor], size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """As `fetch_start`, from the parts that `sent_in_parts` has made."""
+    if device.type != "cuda":
+        return fetch_start(parts[0], size, stride, dtype, device)
+    made = torch.empty_strided(size, stride, dtype=dtype, device=device)
+    for part, to in zip(parts, _flat(made).split([part.numel() for part in parts]), strict=True):
+        made.done = _copy_beside(to, part, made)  # type: ignore[attr-defined]
+    return made
+
+
+def host_parts(count: int, device: torch.device) -> list[int]:
+    """Bytes of the parts in which ``count`` bytes lie on the host: powers of two but for the last; on a CPU one."""
+    parts: list[int] = []
+    while count and len(parts) < _PARTS - 1 and device.type == "cuda":
+        parts.append(1 << (count.bit_length() - 1))
+        count -= parts[-1]
+    return [*parts, count] if count else parts
+
+
+def may_be_sent(x: Tensor) -> bool:
+    """Whether a tensor covers its storage without gaps."""
+    if x.layout is not torch.strided or is_traceable_wrapper_subclass(x) or x.is_conj() or x.is_neg():
+        return False
+    dense: bool = torch.ops.aten.is_non_overlapping_and_dense.default(x)
+    return dense and x.nbytes == x.untyped_storage().nbytes()
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -105,21 +152,19 @@ def _stream(device: torch.device) -> Any:
     return torch.cuda.Stream(device)
 
 
-def _copy_beside(to: Tensor, source: Tensor, device: torch.device, made: Tensor | None = None) -> None:
-    """Copy on the device's stream for copies, after all work that was queued before.
+def _copy_beside(to: Tensor, source: Tensor, held: Tensor) -> Any:
+    """Copy on the device's stream for copies, after all work that was queued before; the event of its end.
 
-    ``made``, a tensor of the device that is written to, is held until that is certainly over.
+    ``held``, the tensor of the device, is held until that is certainly over.
     """
-    stream = _stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
+    stream = _stream(held.device)
+    stream.wait_stream(torch.cuda.current_stream(held.device))
     with torch.cuda.stream(stream), torch.no_grad():
         to.copy_(source, non_blocking=True)
         event = stream.record_event()
-    holder = to if made is None else made
-    holder.done = event  # type: ignore[attr-defined]
     _under_way[:] = [(other, tensor) for other, tensor in _under_way if not other.query()]
-    if made is not None:
-        _under_way.append((event, made))
+    _under_way.append((event, held))
+    return event
 
 
 def _wait(tensor: Any, device: torch.device) -> None:
@@ -130,7 +175,8 @@ def _wait(tensor: Any, device: torch.device) -> None:
         done.result()
         return
     torch.cuda.current_stream(device).wait_event(done)
-    _under_way[:] = [(event, other) for event, other in _under_way if event is not done]
+    held = next((other for event, other in _under_way if event is done), None)
+    _under_way[:] = [(event, other) for event, other in _under_way if other is not held]  # other parts ended before
 
 
 # ---- CPU ----

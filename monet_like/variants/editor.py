@@ -197,14 +197,7 @@ class Editor:
 
     def dense(self, value: int) -> bool:
         """Whether a value's own tensor covers its storage without gaps or overlap."""
-        meta = self.metas[value]
-        elements = 1
-        for extent, stride in sorted(zip(meta.shape, meta.stride, strict=True), key=lambda pair: pair[1]):
-            if extent > 1:
-                if stride != elements:
-                    return False
-                elements *= extent
-        return meta.offset == 0
+        return self.metas[value].covers_storage
 
     def rewrite(self, slot: int, ways: Sequence[Task]) -> None:
         """Replace all ways of a slot by ``ways``, which may read and write other gradients."""

@@ -105,6 +105,32 @@ def test_sharded_blocks_keep_the_budget(tmp_path: Path) -> None:
     together(tmp_path, _sharded, Short, "80%", {}, within_seconds=300.0)
 
 
+def _offloading(rank: int) -> None:
+    """With a budget for which copies within a block alone do not do: see `test_offloading_blocks`."""
+    plan_briefly()
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+    options = {**OPTIONS, "mode": f"{EXACT}_offload", "blocks": "layers.*"}
+    plain = Decoder(Layer, 6)
+    with pytest.raises(InfeasibleError) as least:
+        train(sharded(monet_like.auto_schedule(copy.deepcopy(plain), memory_budget=1, **options)), batch_of(rank))
+    budget = int(1.02 * (least.value.smallest_bytes or 0))
+    mine = monet_like.auto_schedule(copy.deepcopy(plain), memory_budget=budget, **options)
+    plain, mine, x = sharded(plain), sharded(mine), batch_of(rank)
+    for seed in range(2):
+        assert_same_shards(plain, mine, x, seed)
+    plan = monet_like.block_plan(mine)
+    assert plan is not None and any(point.offloaded for point in plan.points)
+    assert step_peak(mine, x) <= 1.01 * plan.peak_bytes
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, [point.offloaded for point in plan.points])
+    assert every[0] == every[1]
+
+
+@pytest.mark.slow
+def test_sharded_blocks_offload(tmp_path: Path) -> None:
+    together(tmp_path, _offloading, within_seconds=300.0)
+
+
 def _accumulated_and_alone(rank: int) -> None:
     """Micro-batches without synchronisation, then batches that one process alone has: larger, smaller, of one row."""
     plan_briefly()

@@ -212,9 +212,9 @@ def watch_waits(fault: str, step: Callable[[], None]) -> None:
     seen: dict[str, int] = {"out": 0, "back": 0}
     counts = dict(seen)
 
-    def noted(to: torch.Tensor, source: torch.Tensor, *more: Any) -> None:
+    def noted(to: torch.Tensor, source: torch.Tensor, *more: Any) -> Any:
         sources[to.data_ptr()] = source
-        copy(to, source, *more)
+        return copy(to, source, *more)
 
     def may_wait(tensor: Any, device: torch.device) -> None:
         way = "out" if tensor.device.type == "cpu" else "back"
@@ -244,3 +244,28 @@ def offloaded(fault: str) -> dict[str, Any]:
         for _ in range(2):
             train(model, x)
     return {"races": len(found), "first": found[0][:500] if found else ""}
+
+
+def offloading_blocks(fault: str) -> dict[str, Any]:
+    """Steps of a decoder whose blocks offload what they carry, with a fault of `watch_waits` or ``none``."""
+    model, x = Decoder(blocks=12, width=64).to(CUDA), tokens(16, 64).to(CUDA)
+    model = monet_like.auto_schedule(model, x, memory_budget="50%", **OPTIONS)
+    plan = monet_like.block_plan(model)
+    assert plan is not None
+    train(model, x)
+    train(model, x)
+    torch.cuda.reset_peak_memory_stats(CUDA)
+    train(model, x)
+    peak = torch.cuda.max_memory_allocated(CUDA)
+    watch_waits(fault, lambda: train(model, x))
+    with watched() as found:
+        for _ in range(2):
+            train(model, x)
+    return {
+        "races": len(found),
+        "first": found[0][:500] if found else "",
+        "offloaded": [point.offloaded_bytes for point in plan.points],
+        "peak": peak,
+        "predicted": plan.peak_bytes,
+        "plain": plan.plain_peak_bytes,
+    }

@@ -27,6 +27,7 @@ from block_models import plan_briefly
 from torch import nn
 
 import monet_like
+from monet_like.auto import offloaded
 from monet_like.compiler.costs import measured_costs
 from monet_like.compiler.pipeline import compile_schedule
 from monet_like.compiler.request import Request, captured_for
@@ -387,6 +388,7 @@ def all_memory(but: int) -> torch.Tensor:
 def out_of_memory_in_blocks(name: str) -> dict[str, Any]:
     """What is said when memory ends in the backward of the first block, and in its forward."""
     said, held = warnings_said(), []
+    offloaded.ROOM = 0.0  # so that the first block's backward is where most is needed
     model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)) for _ in range(3)))
     x = torch.randn(2**14, 256, device=CUDA)
     blocks: Any = monet_like.auto_schedule(model.to(CUDA), x, memory_budget="90%", blocks="*", effort="quick")
@@ -527,6 +529,7 @@ WHAT = {
         streamed.larger,
         streamed.replicated,
         streamed.offloaded,
+        streamed.offloading_blocks,
     )
 }
 

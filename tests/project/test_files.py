@@ -396,6 +396,7 @@ OPTIONAL = {
     "optimizer_in_backward",
     "attention",
     "run_bytes",
+    "offloaded",
 }  # the first is three; without the others files are from before
 FIELDS = ("forward", "again", "ways", "inputs", *(f.name for f in fields(ScheduleRecord) if f.name not in OPTIONAL))
 

@@ -293,6 +293,20 @@ def test_offloaded_activations_have_no_race_and_faults_are_found(ask: Ask) -> No
 
 
 @pytest.mark.slow
+def test_blocks_that_offload_have_no_race_and_faults_are_found(ask: Ask) -> None:
+    """Without a word of the mode; and the allocator sees what is predicted.
+
+    The values of a call come back one after the other, so to wait for its last one is to wait for all.
+    """
+    faults = ("no wait", "out first", "out last", "back last")
+    none, *found = (ask(f"offloading_blocks:{fault}", **SMALL_WORKSPACES)[0] for fault in ("none", *faults))
+    assert none["races"] == 0, none["first"]
+    assert all(each["races"] for each in found), [each["races"] for each in found]
+    assert sum(map(bool, none["offloaded"])) > 3
+    assert 0.95 * none["predicted"] <= none["peak"] <= none["predicted"] <= 0.5 * none["plain"]
+
+
+@pytest.mark.slow
 def test_a_plan_that_streams_needs_what_it_predicts(ask: Ask) -> None:
     (found,) = ask("weights:80%", **SMALL_WORKSPACES)
     assert found["streamed"] and found["pinned"] and found["ring"] and found["device"] == "cuda:0"

@@ -12,14 +12,23 @@ from ...ir.schedule import Schedule
 from ...ir.step import Point, Step, Streaming, peak_of, seconds_of
 from ...plan.bound.pieces import BlockRelaxation, block_relaxation
 from ...plan.step.choice import Choice
+from ...plan.step.menus import owning
 from ...plan.step.proof import NEAR, Chooser
 from ...profile.card_budget import reserve_of
 from ...profile.devices import DeviceLimits
 from ...profile.roofline import roofline
 from .pieces import Capability, Capturing, Piece, Pieces
-from .points import Priced, alike, own_point, own_schedules, priced
+from .points import Priced, alike, own_point, own_schedules, priced, with_host
 from .question import Question
-from .step import Kept, all_shared, least_shared, pinned_bytes, step_of, streaming_of
+from .step import (
+    Kept,
+    all_shared,
+    least_shared,
+    lone_inputs,
+    pinned_bytes,
+    step_of,
+    streaming_of,
+)
 from .table import Row
 
 
@@ -34,6 +43,7 @@ class Answer:
         self._schedules: list[tuple[Piece, tuple[Schedule, ...]]] = []
         self._costs: dict[tuple[Piece, str], Mapping[str, Cost]] = {}
         self._prices: dict[tuple[Piece, str], Priced] = {}
+        self._with_host: dict[tuple[Piece, str, frozenset[int]], tuple[Point, ...]] = {}
         self._relaxations: dict[tuple[Piece, str], BlockRelaxation] = {}
 
     @contextmanager
@@ -72,13 +82,12 @@ class Answer:
             if found.peak_bytes > self.budget(card) or found.seconds > (1 + NEAR) * least:
                 with self.timed("choice"):
                     found = self.chosen(card, self.budget(card), streaming)
-            self._own(card, "host", found, plain, pinned_bytes(pieces))
+            self._own(card, "host", found, plain)
 
-    def _own(self, card: DeviceLimits, way: str, found: Choice, plain: float, pinned: tuple[int, ...] = ()) -> None:
-        fits = found.peak_bytes <= self.budget(card)
+    def _own(self, card: DeviceLimits, way: str, found: Choice, plain: float) -> None:
+        fits, pieces = found.peak_bytes <= self.budget(card), self.pieces(card.capability)
         seconds, bound = (found.seconds, found.bound_seconds) if fits else (None, None)
-        on_host = sum(size for size, point in zip(pinned, found.points, strict=False) if point.ahead)
-        self._row(card, way, found.peak_bytes, found.moment, seconds, plain, bound, on_host)
+        self._row(card, way, found.peak_bytes, found.moment, seconds, plain, bound, pinned_bytes(pieces, found.points))
 
     def step(self, pieces: Pieces, card: DeviceLimits, kept: Kept, streaming: Streaming | None = None) -> Step:
         """The step on a card whose pieces keep these of their inputs and results."""
@@ -98,10 +107,14 @@ class Answer:
         pieces = self.pieces(card.capability)
         order = pieces.order
         menus = [self.priced(piece, card).ours for piece in order]
+        lone = lone_inputs(pieces, menus) if streaming is not None else [frozenset[int]()] * len(order)
+        if streaming is not None:
+            menus = [self.with_host(piece, card, own) for piece, own in zip(order, lone, strict=True)]
         relaxations = [self.relaxation(piece, card) for piece in order]
 
         def point(place: int, schedule: Schedule) -> Point:
-            return own_point(order[place].captured, schedule, self.costs(order[place], card))
+            own = own_point(order[place].captured, schedule, self.costs(order[place], card))
+            return owning(own, order[place].captured.program, lone[place])
 
         def judged(choice: Choice) -> Choice:
             step = self.step(pieces, card, [each.shared for each in choice.points], streaming)
@@ -165,6 +178,14 @@ class Answer:
             costs = self.costs(piece, card)
             self._prices[key] = priced(piece.captured, self.schedules(piece, costs), costs)
         return self._prices[key]
+
+    def with_host(self, piece: Piece, card: DeviceLimits, lone: frozenset[int]) -> tuple[Point, ...]:
+        """Our points of a part with those that offload."""
+        key = (piece, card.name, lone)
+        if key not in self._with_host:
+            link = card.host_bytes_per_second
+            self._with_host[key] = with_host(piece.captured, self.priced(piece, card), lone, link)
+        return self._with_host[key]
 
     def relaxation(self, piece: Piece, card: DeviceLimits) -> BlockRelaxation:
         """A bound of what any schedule of a part costs on a card, at prices that are asked for later."""

@@ -13,8 +13,8 @@ from ...profile.devices import DeviceLimits
 from ...profile.roofline import roofline
 from .answer import Answer
 from .pieces import Capability, Pieces
-from .points import Priced, Sized, through
-from .step import all_shared, step_of, streaming_of
+from .points import Priced, Sized, through, with_host
+from .step import all_shared, lone_inputs, pinned_bytes, step_of, streaming_of
 from .table import Row
 
 
@@ -25,7 +25,7 @@ def add_largest(answer: Answer, cards: Sequence[DeviceLimits], what: str) -> lis
     of captures at the asked size and its double, and for lengths, which attention may need the square of, its treble.
     """
     searches: dict[Capability, _Search] = {}
-    found: dict[tuple[str, str], int] = {}
+    found: dict[tuple[str, str], tuple[int, int]] = {}
     for card in cards:
         if card.capability not in searches:
             searches[card.capability] = _Search(answer, card, what)
@@ -33,7 +33,8 @@ def add_largest(answer: Answer, cards: Sequence[DeviceLimits], what: str) -> lis
         answer.say(f"looking for the largest {what} on {card.name}")
         for row in (row for row in answer.rows if row.card == card.name):
             found[card.name, row.way] = search.largest(row, answer.budget(card), card.cublas_bytes)
-    return [replace(row, largest=found[row.card, row.way]) for row in answer.rows]
+    both = [(row, *found[row.card, row.way]) for row in answer.rows]
+    return [replace(row, largest=size, largest_host_bytes=host) for row, size, host in both]
 
 
 class _Search:
@@ -46,7 +47,7 @@ class _Search:
         if not self.regular and self.asked == 1:  # what one sample computes in another way than several
             self._capture(2)
         self._prices: dict[int, list[Priced]] = {}
-        self._peaks: dict[tuple[str, int], int] = {}
+        self._peaks: dict[tuple[str, int], tuple[int, int]] = {}
 
     def _capture(self, begin: int) -> None:
         """Capture the step at two or three sizes from this one on."""
@@ -65,40 +66,61 @@ class _Search:
     def _size(self, size: int) -> tuple[int, int]:
         return (size, self.answer.length) if self.what == "batch" else (self.answer.batch, size)
 
-    def largest(self, row: Row, budget: int, cublas_bytes: int) -> int:
-        """The largest size whose peak is within the budget; 0: not even 1.
+    def largest(self, row: Row, budget: int, cublas_bytes: int) -> tuple[int, int]:
+        """The largest size whose peak is within the budget, and what it takes of the host; 0: not even 1.
 
         Where the program changes with the size, nothing larger than the asked size is known.
         """
 
-        def fit(size: int) -> bool:
+        def host(size: int) -> int | None:
             ways = ("ours", "host") if row.way == "host" else (row.way,)
-            return min(self._peak(way, size) for way in ways) + cublas_bytes <= budget
+            both = (self._peak(way, size) for way in ways)
+            return next((there for peak, there in both if peak + cublas_bytes <= budget), None)
+
+        def fit(size: int) -> bool:
+            return host(size) is not None
 
         if self.begin == self.asked and self.regular:
-            return largest_size(fit, self.asked)
-        more = largest_size(fit, self.begin) if self.regular and fit(self.begin) else 0
-        return max(more, self.asked if row.fits else 0)
+            most = largest_size(fit, self.asked)
+        else:
+            most = largest_size(fit, self.begin) if self.regular and fit(self.begin) else 0
+        if most < self.asked and row.fits:
+            return self.asked, row.host_bytes
+        return most, (host(most) or 0) if most else 0
 
-    def _peak(self, way: str, size: int) -> int:
-        """The peak without what cuBLAS keeps; of ours, the lowest with one schedule for all equal pieces, and with the
-        weights of all layers on the host.
+    def _peak(self, way: str, size: int) -> tuple[int, int]:
+        """The peak without what cuBLAS keeps, and bytes of the host; of ours, the lowest with one schedule for all
+        equal pieces, and with the weights of all layers on the host.
         """
         if (way, size) not in self._peaks:
             pieces, prices = self._pieces(size), self._priced(size)
             kinds = [pieces.ranges[number].kind for number in pieces.trained]
-            own = way in ("ours", "host")
-            menus = [prices[kind].ours if own else (prices[kind].of(way),) for kind in kinds]
+            if way == "host":
+                every = self._with_host(pieces, prices, kinds, size)
+            else:
+                every = [price.ours if way == "ours" else (price.of(way),) for price in prices]
+            menus = [every[kind] for kind in kinds]
             step = step_of(self.answer.asked, pieces, 0, all_shared(menus))
-            start = [price.checkpoint if own else price.of(way) for price in prices]
-            points = _least(step, kinds, start, [price.ours for price in prices]) if own else start
+            start = [price.checkpoint if way == "ours" else menu[0] for price, menu in zip(prices, every, strict=True)]
+            points = _least(step, kinds, start, every)
             chosen = [points[kind] for kind in kinds]
             streaming = streaming_of(pieces, self.card) if way == "host" else None
             if streaming is not None:
                 chosen = [replace(p, ahead=int(size > 0)) for p, size in zip(chosen, streaming.bytes, strict=True)]
             exact = step_of(self.answer.asked, pieces, 0, [point.shared for point in chosen], streaming)
-            self._peaks[way, size] = peak_of(exact, chosen)[0]
+            self._peaks[way, size] = peak_of(exact, chosen)[0], pinned_bytes(pieces, chosen)
         return self._peaks[way, size]
+
+    def _with_host(
+        self, pieces: Pieces, prices: Sequence[Priced], kinds: Sequence[int], size: int
+    ) -> list[tuple[Point, ...]]:
+        """By kind, our points with those that offload."""
+        lone: dict[int, frozenset[int]] = {}
+        for kind, own in zip(kinds, lone_inputs(pieces, [prices[kind].ours for kind in kinds]), strict=True):
+            lone[kind] = lone.get(kind, own) & own
+        link = self.card.host_bytes_per_second
+        each = enumerate(zip(self.parts, prices, strict=True))
+        return [with_host(part.at(size), price, lone[kind], link) for kind, (part, price) in each]
 
     def _pieces(self, size: int) -> Pieces:
         """The pieces of the asked size with the bytes between them of another one."""

@@ -4,7 +4,7 @@ costs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ...capture.captured import Captured
@@ -12,9 +12,10 @@ from ...ir.program import Cost, Program, Task
 from ...ir.schedule import Schedule, prune
 from ...ir.step import Point
 from ...plan.baseline import plain_step, store_all
-from ...plan.step.menus import efficient, menu, point_of
+from ...plan.step.menus import efficient, menu, offloading, owning, point_of
 from ...replay.segments import handed_gradients
 from ..block_menus import handed_plainly
+from ..offloaded import offloadable
 
 #: Wall seconds for the menu of one part, about. The search ends by itself before, unless the machine is slow or very
 #: busy: so its answers do not depend on what else runs there.
@@ -30,11 +31,13 @@ class Priced:
     Attributes:
         plain: everything kept.
         checkpoint: nothing kept but the part's input (``torch.utils.checkpoint``).
-        ours: an efficient choice of schedules, plain and checkpoint among them.
+        own: by our schedules.
+        ours: an efficient choice of all these.
     """
 
     plain: Point
     checkpoint: Point
+    own: tuple[Point, ...]
     ours: tuple[Point, ...]
 
     def of(self, way: str) -> Point:
@@ -52,8 +55,23 @@ def priced(captured: Captured, schedules: Sequence[Schedule], costs: Mapping[str
     handed = handed_plainly(captured)
     plain = point_of(program, schedule, eager, handed=handed)
     again = point_of(program, checkpointed(program), eager, handed=handed)
-    own = [own_point(captured, each, costs) for each in schedules]
-    return Priced(plain, again, efficient([plain, again, *own]))
+    own = efficient([own_point(captured, each, costs) for each in schedules])
+    return Priced(plain, again, own, efficient([plain, again, *own]))
+
+
+def with_host(captured: Captured, price: Priced, lone: Collection[int], bytes_per_second: float) -> tuple[Point, ...]:
+    """Our choice with those that offload.
+
+    Args:
+        captured: with the variants that our plans may use.
+        lone: inputs that exist only while the part keeps them (`lone_inputs`).
+        bytes_per_second: of the card's link to the host, each way.
+    """
+    program, movable = captured.program, offloadable(captured, captured.program.outputs, lone)
+    own = [owning(point, program, lone) for point in price.own]
+    others = [owning(point, program, lone) for point in (price.plain, price.checkpoint)]
+    more = (one for point in own for one in offloading(point, program, movable, bytes_per_second))
+    return efficient([*own, *others, *more])
 
 
 def own_point(captured: Captured, schedule: Schedule, costs: Mapping[str, Cost]) -> Point:
@@ -141,15 +159,18 @@ class Sized:
 
         Its bytes are exact up to the allocator's rounding; its seconds are the first capture's.
         """
-        first = self.captured[0]
-        programs = [self._program([each.program for each in self.captured], size)]
-        programs.append(self._program([each.plain for each in self.captured], size))
         costs = dict(self.costs[0])
         for tasks in zip(*(each.every_task() for each in self.captured), strict=True):
             if tasks[0].cost:
                 found = [known[task.cost].workspace_bytes for task, known in zip(tasks, self.costs, strict=True)]
                 costs[tasks[0].cost] = replace(costs[tasks[0].cost], workspace_bytes=through(self.sizes, found, size))
-        return priced(replace(first, program=programs[0], as_called=programs[1]), schedules, costs)
+        return priced(self.at(size), schedules, costs)
+
+    def at(self, size: int) -> Captured:
+        """The part's program at another size."""
+        programs = [self._program([each.program for each in self.captured], size)]
+        programs.append(self._program([each.plain for each in self.captured], size))
+        return replace(self.captured[0], program=programs[0], as_called=programs[1])
 
     def _program(self, programs: Sequence[Program], size: int) -> Program:
         values = tuple(

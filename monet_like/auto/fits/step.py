@@ -9,17 +9,17 @@ of them alone. Otherwise the optimizer steps with all gradients.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-
-import torch
 
 from ...capture.captured import Captured
 from ...compiler.request import OPTIMIZERS
 from ...ir import step
-from ...ir.step import Moment, Point, Step, Streaming
+from ...ir.step import Moment, Point, Step, Streaming, with_offloads
 from ...profile.devices import DeviceLimits
 from ...runtime.frozen_weights import host_bytes
-from .pieces import Pieces, resident_bytes
+from ...runtime.offload import host_parts
+from .pieces import CUDA, Pieces, resident_bytes
 from .question import Question
 
 #: Values of its program that a piece keeps: what `Point.shared` says, by piece.
@@ -29,7 +29,7 @@ Kept = Sequence[Collection[int]]
 def step_of(
     question: Question, pieces: Pieces, cublas_bytes: int, kept: Kept, streaming: Streaming | None = None
 ) -> Step:
-    """The step, in the order of the forward; menus are empty.
+    """The step, in the order of the forward; menus are empty. The host is as large as need be.
 
     Args:
         cublas_bytes: that cuBLAS keeps on the card.
@@ -38,7 +38,8 @@ def step_of(
     """
     base = resident_bytes(question.model) + question.optimizer_bytes + pieces.input_bytes + cublas_bytes
     names = (pieces.ranges[number].name for number in pieces.trained)
-    return Step(tuple(map(step.Piece, names)), tuple(_Moments(question, pieces, base, kept)), streaming)
+    made = Step(tuple(map(step.Piece, names)), tuple(_Moments(question, pieces, base, kept)), streaming, 1 << 60)
+    return with_offloads(made) or made
 
 
 def streaming_of(pieces: Pieces, card: DeviceLimits) -> Streaming | None:
@@ -47,10 +48,37 @@ def streaming_of(pieces: Pieces, card: DeviceLimits) -> Streaming | None:
     return Streaming(sizes, sizes, tuple(size / card.host_bytes_per_second for size in sizes)) if any(sizes) else None
 
 
-def pinned_bytes(pieces: Pieces) -> tuple[int, ...]:
-    """By piece, what its frozen weights take of the host's memory where they are streamed."""
-    cuda = torch.device("cuda")
-    return tuple(sum(host_bytes(size, cuda) for size in pieces.ranges[number].frozen) for number in pieces.trained)
+def pinned_bytes(pieces: Pieces, points: Sequence[Point]) -> int:
+    """What streamed weights and offloaded values take of the host's memory, by a point for each piece."""
+    found: list[int] = []
+    for number, point in zip(pieces.trained, points, strict=True):
+        found += pieces.ranges[number].frozen if point.ahead else ()
+        found += host_parts(point.offloaded_bytes, CUDA)
+    return sum(host_bytes(count, CUDA) for count in found)
+
+
+def lone_inputs(pieces: Pieces, menus: Sequence[Sequence[Point]]) -> list[frozenset[int]]:
+    """By piece, the inputs that exist only while it keeps them: no other part reads them, and what makes them does not
+    keep its results.
+
+    Args:
+        menus: by piece.
+    """
+    storages = Counter(one.storage for one in pieces.crossing)
+    keep: set[int] = set()
+    for number, piece, menu in zip(pieces.trained, pieces.order, menus, strict=True):
+        keep.update(_results(pieces, number, piece.captured, {v for point in menu for v in point.shared}))
+    found = []
+    for number, piece in zip(pieces.trained, pieces.order, strict=True):
+        each = zip(piece.captured.inputs, pieces.ranges[number].takes, strict=True)
+        of = {value: place for value, place in each if place >= 0 and place not in keep}
+        crossing = {value: pieces.crossing[place] for value, place in of.items()}
+        found.append(frozenset(
+            value
+            for value, one in crossing.items()
+            if one.readers == (number,) and one.bytes and not one.is_end and storages[one.storage] == 1
+        ))  # fmt: skip
+    return found
 
 
 def all_shared(menus: Iterable[Iterable[Point]]) -> Kept:
@@ -140,6 +168,11 @@ def _places(pieces: Pieces, number: int, captured: Captured, values: Collection[
     for value, place in zip(captured.inputs, part.takes, strict=True):
         if value in values and place >= 0:
             yield place
+    yield from _results(pieces, number, captured, values)
+
+
+def _results(pieces: Pieces, number: int, captured: Captured, values: Collection[int]) -> Iterator[int]:
+    """The tensors between pieces that results of a piece are."""
     for tensor, positions in zip(captured.outputs, captured.output_positions, strict=True):
         if tensor.value in values:
-            yield from (part.gives[position] for position in positions)
+            yield from (pieces.ranges[number].gives[position] for position in positions)

@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     import pandas
 
 #: Ways to run a step, in the order of a table: plain PyTorch, a checkpoint around each block, our plan, and ours with
-#: ``weights="auto"``, which may keep frozen weights of layers on the host. The last is there if there are such weights.
+#: ``weights="auto"``, which may keep frozen weights of layers and what layers carry on the host. The last is there if
+#: there are such weights.
 WAYS = ("plain", "checkpoint", "ours", "host")
-TITLES = {"plain": "plain", "checkpoint": "checkpoint per block", "ours": "our plan", "host": "weights on the host"}
+TITLES = {"plain": "plain", "checkpoint": "checkpoint per block", "ours": "our plan", "host": "our plan with the host"}
 #: What a table says of its figures.
 NOTE = (
     "predicted: bytes as the simulator counts them, seconds from datasheet rates and the shares of them that operators "
@@ -41,7 +42,8 @@ class Row:
             known. None but for our plan.
         limit: the part of the step with the peak.
         largest: largest batch, or length, that fits; 0: none; None: not asked for.
-        host_bytes: of the host's memory that frozen weights take there, pinned; 0: all are on the card.
+        host_bytes: of the host's memory that frozen weights and activations take there, pinned.
+        largest_host_bytes: the same at the largest batch or length.
     """
 
     card: str
@@ -56,6 +58,7 @@ class Row:
     limit: str
     largest: int | None = None
     host_bytes: int = 0
+    largest_host_bytes: int = 0
 
     @property
     def gap(self) -> float | None:
@@ -133,7 +136,7 @@ class Fits:
             mine = [self.row(card, way) for way in self.ways]
             line = [card, format_bytes(mine[0].memory_bytes), *map(_cell, mine), mine[-1].limit]
             if self.largest:
-                line.append(" / ".join("-" if row.largest is None else str(row.largest) for row in mine))
+                line.append(" / ".join(map(_largest, mine)))
             cells.append(tuple(line))
         return tuple(header), cells
 
@@ -147,6 +150,11 @@ class Fits:
     def __repr__(self) -> str:
         count = sum(row.fits for row in self.rows if row.way == "ours")
         return f"Fits({self.title}: our plan fits on {count} of {len(self.cards)} cards)"
+
+
+def _largest(row: Row) -> str:
+    host = f" ({format_bytes(row.largest_host_bytes)} of the host)" if row.largest_host_bytes else ""
+    return "-" if row.largest is None else f"{row.largest}{host}"
 
 
 def _cell(row: Row) -> str:

@@ -29,7 +29,7 @@ from ..block import BlockSchedule
 from ..kept_state import State
 from .fake import NotOnFakes, fake_stretches, none_left, outside
 from .graphs import OwnGraph
-from .stand_ins import Event, Rehearsal, counted, held_values, without_saved_tensors_hooks
+from .stand_ins import Event, Rehearsal, counted, held_values, lone_inputs, without_saved_tensors_hooks
 
 
 @dataclass(frozen=True)
@@ -96,11 +96,13 @@ class Rehearsed:
     Attributes:
         step: its pieces are the blocks, without menus; ``base_bytes`` is the largest of all processes that share a
             plan.
-        held: by block, see `held_values`.
+        held, lone: by block, see `held_values` and `lone_inputs`; those of a rehearsal in which blocks keep everything
+            and of one in which they keep nothing are of use.
     """
 
     step: Step
     held: Mapping[int, frozenset[int]]
+    lone: Mapping[int, Mapping[int, frozenset[int]]]
 
 
 class StepMemory:
@@ -117,6 +119,7 @@ class StepMemory:
 
     Attributes:
         streaming: of the blocks' frozen weights, once it is known.
+        host_bytes: that offloaded values may take of the host; 0 until it is known.
 
     Raises:
         UsageError: the optimizer is unknown.
@@ -127,6 +130,7 @@ class StepMemory:
         self.device = device_of(of.model)
         self._optimizer = optimizer
         self.streaming: Streaming | None = None
+        self.host_bytes = 0
         self._fakes = None if needs_real(of.model) else fake_mode()
         self._begin()
 
@@ -190,8 +194,9 @@ class StepMemory:
         mine = counted(events, stretches, self.of.names, self.resident_bytes)
         _check_same_steps(mine, self.sharing)
         every = gathered([moment.base_bytes for moment in mine.moments], self.sharing)
-        step = replace(_with_bases(mine, map(max, zip(*every, strict=True))), streaming=self.streaming)
-        return Rehearsed(step, held_values(events, stretches))
+        step = _with_bases(mine, map(max, zip(*every, strict=True)))
+        step = replace(step, streaming=self.streaming, host_bytes=self.host_bytes)
+        return Rehearsed(step, held_values(events, stretches), lone_inputs(events))
 
     def step_with(self, points: Iterable[Point]) -> Step:
         """The step, rehearsed with blocks that keep what these points keep."""

@@ -8,17 +8,18 @@ counts is what the rest of the model needs: embeddings, head and loss, gradients
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 import torch.utils._pytree as pytree
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...capture.captured import Captured, Tensor, TensorMeta
 from ...capture.trees import taken_apart
-from ...ir.step import Moment, Piece, Step
+from ...ir.step import Moment, Piece, Step, with_offloads
 from ...profile.measure import Stretch
 from ...replay.checks.one_pass import apart, refuse
 from ...replay.training_step import as_captured
@@ -33,6 +34,9 @@ class RehearsedCall:
     Attributes:
         block: its number.
         captured: its program.
+        inputs: by value, the storage of each input that was computed and has a gradient.
+        made: the storages of its results.
+        held: inputs that exist when a backward begins.
         saved: inputs that the stand-in holds.
         results: results that it holds, by value.
         gradients: incoming gradients, by value; empty before the backward.
@@ -42,6 +46,9 @@ class RehearsedCall:
 
     block: int
     captured: Captured
+    inputs: Mapping[int, StorageWeakRef] = field(default_factory=dict)
+    made: frozenset[StorageWeakRef] = frozenset()
+    held: set[int] = field(default_factory=set)
     saved: list[torch.Tensor] = field(default_factory=list)
     results: dict[int, torch.Tensor] = field(default_factory=dict)
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -84,6 +91,7 @@ class Rehearsal:
         self.kept, self.mark, self.defers = kept, mark, defers
         self.aside, self.fake = aside or nullcontext, aside is not None
         self.events: list[Event] = []
+        self._calls: list[RehearsedCall] = []
         self.error: Exception | None = None
         self.called = False  # whether any block was, also in eval mode or without a gradient
 
@@ -91,6 +99,8 @@ class Rehearsal:
         """Note an event, which ends a stretch."""
         self.mark()
         self.events.append(Event(kind, call, value))
+        for one in self._calls if kind == "backward" else ():
+            one.held |= {v for v, storage in one.inputs.items() if not storage.expired()}
 
     def keeps(self, block: int, value: int) -> bool:
         """Whether the block's stand-in holds this input or result."""
@@ -115,13 +125,20 @@ class Rehearsal:
         Returns:
             What the block returns; its backward is the stand-in's.
         """
-        call = RehearsedCall(block, captured)
+        computed = {
+            captured.inputs[place]: StorageWeakRef(inputs[place].untyped_storage())
+            for place in _positions(captured.input_gradients)
+            if inputs[place].grad_fn is not None
+        }
+        call = RehearsedCall(block, captured, computed)
+        self._calls.append(call)
         self.reach("forward", call)
         with torch.no_grad(), _without_cached_casts():
             if self.fake and captured.effects is None:  # there is nothing to be computed
                 results = list(_made(captured))
             else:
                 results = list(_results(captured, forward()))
+        call.made = frozenset(StorageWeakRef(result.untyped_storage()) for result in results)
         self.reach("forward done", call)
         trained = [parameters[index] for index in _positions(captured.parameter_gradients)]
         leaves = [inputs[index] for index in _positions(captured.input_gradients)]
@@ -312,6 +329,24 @@ def held_values(events: Sequence[Event], stretches: Sequence[Stretch]) -> dict[i
     return {event.call.block: frozenset(_ends(event.call.captured)) for event in events} | blocks
 
 
+def lone_inputs(events: Sequence[Event]) -> dict[int, dict[int, frozenset[int]]]:
+    """For every block, the inputs that are gone when the block lets go of them, with the blocks of which they are
+    results: nothing else holds them until the backward.
+
+    Args:
+        events: of a rehearsal in which stand-ins keep nothing.
+    """
+    calls = list({id(event.call): event.call for event in events}.values())
+    given = Counter(storage for call in calls for storage in call.inputs.values())
+    found: dict[int, dict[int, frozenset[int]]] = {}
+    for call in calls:
+        lone = {v: storage for v, storage in call.inputs.items() if v not in call.held and given[storage] == 1}
+        makers = {v: frozenset(one.block for one in calls if storage in one.made) for v, storage in lone.items()}
+        before = found.get(call.block, makers)
+        found[call.block] = {v: blocks | before[v] for v, blocks in makers.items() if v in before}
+    return found
+
+
 def _ends(captured: Captured) -> Iterator[int]:
     """Incoming gradients and results of a block."""
     return (value for value in (*captured.tangents, *captured.program.outputs) if value is not None)
@@ -347,4 +382,5 @@ def counted(events: Sequence[Event], stretches: Sequence[Stretch], names: Sequen
             carrying[block] += event.kind == "forward done"
     found.append(Moment(f"after {after}", resident_bytes + stretches[-1].peak_bytes))
     calls = Counter(event.call.block for event in events if event.kind == "forward")
-    return Step(tuple(Piece(name, calls[block]) for block, name in enumerate(names)), tuple(found))
+    step = Step(tuple(Piece(name, calls[block]) for block, name in enumerate(names)), tuple(found))
+    return with_offloads(step) or step

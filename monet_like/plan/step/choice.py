@@ -9,8 +9,9 @@ the program is::
 
     minimise    sum[b,p] calls[b] seconds[p] x[b,p]                                                `_program`
     (choice)    sum[p] x[b,p] = 1                                             for every piece      `_program`
-    (memory)    base[m] + sum[b,p] (n[m,b] carried[p] + rise[m,b,p]) x[b,p] <= budget
-                                                                              for every moment     `_contents`
+    (memory)    base[m] + sum[b,p] (n[m,b] carried[p] + rise[m,b,p]) x[b,p]
+                + sum[p] offloaded[p] x[moving[m],p] <= budget                for every moment     `_contents`
+    (host)      sum[b,p] calls[b] offloaded[p] x[b,p] <= host                                      `_program`
 
 Pieces and moments are few, so HiGHS solves the program to optimality, mostly within a second. Where it finds nothing in
 time or fails, a search chooses (`_searched`), and `Choice.status` says so. Every result is counted again in whole bytes
@@ -30,7 +31,7 @@ from typing import Any, Literal
 
 from ...errors import InfeasibleError, warn_caller
 from ...ir.defaults import SOLVER
-from ...ir.step import Moment, Point, Step, peak_of, seconds_of, streamed_bytes
+from ...ir.step import Moment, Point, Step, bytes_on_host, peak_of, seconds_of, streamed_bytes, without_offloads
 from ...ir.units import format_bytes
 from ...solvers.interface import Solution, solve
 from ...solvers.matrix import Builder, Expr, total
@@ -209,8 +210,9 @@ def _searched(step: Step, way: Streams | None, budget_bytes: int) -> tuple[Point
 
     It begins with the points that carry least, or with those whose backward has the lowest peak, streams all weights
     that it may, and changes one piece at a time: first so that the step's peak falls most, until it fits; then so that
-    most seconds are gained and it still fits.
+    most seconds are gained and it still fits. It offloads nothing.
     """
+    step = without_offloads(step)
 
     def peak(points: tuple[Point, ...]) -> int:
         return peak_of(step, points)[0]
@@ -255,7 +257,7 @@ def smallest(step: Step, *, solver: str = SOLVER, time_limit_seconds: float = 60
 
 
 def _smallest(step: Step, way: Streams | None, solver: str, time_limit_seconds: float) -> Choice:
-    lean = tuple(min(menu, key=lambda p: (p.carried_bytes, p.numbers)) for menu in step.menus)
+    lean = tuple(min(menu, key=lambda p: (p.carried_bytes, p.numbers)) for menu in without_offloads(step).menus)
     lean = lean if way is None else way.all(lean)
     above = max(1, peak_of(step, lean)[0])
     builder, columns = _program(step, None)
@@ -273,13 +275,19 @@ def _smallest(step: Step, way: Streams | None, solver: str, time_limit_seconds: 
 
 
 def _program(step: Step, unit: float | None) -> tuple[Builder, list[list[Expr]]]:
-    """The columns with their seconds, in units of ``unit``, and the rows (choice). No unit: seconds do not count."""
+    """The columns with their seconds, in units of ``unit``, and the rows (choice) and (host). No unit: seconds do not
+    count.
+    """
     builder = Builder()
     columns: list[list[Expr]] = []
     for piece in step.pieces:
         mine = [builder.column(piece.calls * point.seconds / unit if unit else 0.0) for point in piece.menu]
         builder.equal(total(mine), Expr(1.0))
         columns.append(mine)
+    if bytes_on_host(step, [max(menu, key=lambda p: p.offloaded_bytes) for menu in step.menus]) > step.host_bytes:
+        each = zip(step.pieces, columns, strict=True)
+        there = (x * float(b.calls * p.offloaded_bytes) for b, of in each for x, p in zip(of, b.menu, strict=True))
+        builder.fits(there, step.host_bytes)
     return builder, columns
 
 
@@ -289,6 +297,9 @@ def _contents(moment: Moment, step: Step, columns: Sequence[Sequence[Expr]]) -> 
     for place, calls in moment.carrying:
         menu = step.pieces[place].menu
         parts += [x * float(calls * p.carried_bytes) for x, p in zip(columns[place], menu, strict=True)]
+    if moment.moving is not None:
+        of = zip(columns[moment.moving], step.pieces[moment.moving].menu, strict=True)
+        parts += [x * float(p.offloaded_bytes) for x, p in of if p.offloaded_bytes]
     if moment.running is not None:
         of = zip(columns[moment.running], step.pieces[moment.running].menu, strict=True)
         parts += [x * float(moment.rise(p)) for x, p in of]

@@ -30,6 +30,8 @@ from ..local_search.searcher import quick_evaluations, smallest_known
 #: Cost key of the slot that stands for the rest of the model.
 REST = "the rest of the model"
 
+#: Share of a copy's seconds by which what runs beside it takes longer: both use the device's memory.
+BESIDE = 0.01
 #: Limits of the carried bytes that are tried, as shares of the way from the least to those of the fastest schedule;
 #: those first that tell most, because the time may not do for all.
 CARRIED_SHARES = (0.0, 0.5, 0.15, 0.75, 0.3)
@@ -74,7 +76,7 @@ def point_of(
         max((step.bytes for step in whole.steps[:forward]), default=resident) - resident,
         max((step.bytes for step in freed), default=there) - there,
         max((step.bytes - _added_bytes(program, handed, step) for step in freed), default=there) - there,
-        tuple(sorted((kept & outputs) | _kept_inputs(program, schedule))),
+        tuple(sorted((kept & outputs) | kept_inputs(program, schedule))),
         sum(step.seconds for step in whole.steps[:forward]),
         min(_fetch_seconds(program, schedule, costs), sum(step.seconds for step in whole.steps[forward:])),
     )
@@ -92,16 +94,6 @@ def _added_bytes(program: Program, handed: Mapping[int, int], step: Run) -> int:
     return sum(program.values[value].bytes for value, slot in handed.items() if slot < step.slot)
 
 
-def _kept_inputs(program: Program, schedule: Schedule) -> set[int]:
-    """The inputs that something in the backward reads."""
-    read: set[int] = set()
-    for tasks, slot, way in zip(schedule.again, program.slots, schedule.ways, strict=True):
-        read.update(slot[way].reads)
-        for index in tasks:
-            read.update(program.tasks[index].reads)
-    return {v for v in read if program.values[v].kind == "input"}
-
-
 def with_rest(program: Program, costs: Mapping[str, Cost], rest_bytes: int) -> tuple[Program, dict[str, Cost]]:
     """The program and its costs with a slot at the start of the backward that takes ``rest_bytes`` of workspace."""
     rest = Task(REST, (), (), REST)
@@ -114,6 +106,61 @@ def without_rest(schedule: Schedule) -> Schedule:
         return Schedule(schedule.forward, (), ())
     early, first, *others = schedule.again
     return Schedule(schedule.forward, (tuple(sorted({*early, *first})), *others), schedule.ways[1:])
+
+
+def owning(point: Point, program: Program, lone: Collection[int]) -> Point:
+    """The point with inputs among what it carries that exist only while it keeps them."""
+    mine = [v for v in point.shared if v in lone]
+    size = sum(program.values[v].bytes for v in mine)
+    return replace(
+        point, carried_bytes=point.carried_bytes + size, shared=tuple(v for v in point.shared if v not in lone),
+        backward_peak_bytes=point.backward_peak_bytes + size, adding_peak_bytes=point.adding_peak_bytes + size,
+    )  # fmt: skip
+
+
+def kept_inputs(program: Program, schedule: Schedule) -> set[int]:
+    """The inputs that something in the backward reads."""
+    read: set[int] = set()
+    for tasks, slot, way in zip(schedule.again, program.slots, schedule.ways, strict=True):
+        read.update(slot[way].reads)
+        for index in tasks:
+            read.update(program.tasks[index].reads)
+    return {v for v in read if program.values[v].kind == "input"}
+
+
+def offloading(point: Point, program: Program, movable: Collection[int], bytes_per_second: float) -> Iterator[Point]:
+    """The ways to have some of what a point keeps on the host between its forward and its backward: the inputs; the
+    largest values, as far as their copies are hidden; all.
+
+    A copy to the host runs beside the next block's forward, one from it beside the backward of a block that follows.
+    What takes longer than the block's own forward and backward is waited for: blocks in a row are mostly equal.
+
+    Args:
+        movable: values that leave the device when the block lets go of them; inputs among them are carried (`owning`).
+        bytes_per_second: of the link, each way.
+    """
+    values = program.values
+    kept = kept_values(program, point.schedule) | kept_inputs(program, point.schedule)
+    may = sorted(kept & set(movable), key=lambda v: (-values[v].bytes, v))
+    forward, backward = point.forward_seconds, point.seconds - point.forward_seconds
+    room, hidden = min(forward, backward) * bytes_per_second, []
+    for value in may:
+        if values[value].bytes <= room:
+            hidden.append(value)
+            room -= values[value].bytes
+    inputs = [value for value in may if values[value].kind == "input"]
+    for some in dict.fromkeys(tuple(sorted(one)) for one in (inputs, hidden, may) if one):
+        size = sum(values[v].bytes for v in some)
+        copy = size / bytes_per_second
+        sent = forward + max(0.0, copy - forward) + BESIDE * copy
+        seconds = sent + backward + max(0.0, copy - backward) + BESIDE * copy
+        apart = sum(values[v].bytes for v in some if v in point.shared)  # results, which are not carried
+        yield replace(
+            point, seconds=seconds, carried_bytes=point.carried_bytes - (size - apart),
+            backward_peak_bytes=point.backward_peak_bytes + apart, adding_peak_bytes=point.adding_peak_bytes + apart,
+            shared=tuple(v for v in point.shared if v not in some), forward_seconds=sent,
+            fetch_seconds=min(point.fetch_seconds + copy, seconds - sent), offloaded=some, offloaded_bytes=size,
+        )  # fmt: skip
 
 
 def efficient(points: Sequence[Point]) -> tuple[Point, ...]:

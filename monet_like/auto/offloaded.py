@@ -1,0 +1,90 @@
+"""Which values of a model's blocks may be on the host between their forward and their backward, and how many bytes."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ..capture.captured import Captured
+from ..capture.example_inputs import device_of
+from ..ir.mode import OFFLOAD, parse_mode
+from ..ir.step import Step, bytes_on_host, with_offloads
+from ..ir.units import format_bytes
+from ..profile.rates import host_rate
+from ..runtime.frozen_weights import available_bytes
+from ..runtime.offloaded_calls import OffloadedCalls
+from .agreement import gathered
+from .kept_plans import KeptPlan
+from .planning import Settings
+from .rehearsal.memory import Blocks, StepMemory
+
+#: By block, inputs that are gone when the block lets go of them, and the blocks of which they are results.
+Lone = Mapping[int, Mapping[int, Collection[int]]]
+#: Share of the host's available memory that they may take: data loaders need some, too.
+ROOM = 0.5
+#: Smaller values are not worth a copy: it takes less time than to start it.
+LEAST_BYTES = 2**16
+
+
+def offloadable(captured: Captured, held: Collection[int], lone: Collection[int]) -> frozenset[int]:
+    """Values of a block that are gone from the device when the block lets go of them: its own activations, some inputs,
+    and results that nobody else holds.
+
+    Args:
+        held: see `held_values`.
+        lone: the inputs.
+    """
+    values, metas = captured.program.values, captured.metas
+    free = (v for v, value in enumerate(values) if v in lone or (value.kind == "forward" and v not in held))
+    return frozenset(
+        v
+        for v in free
+        if values[v].bytes >= LEAST_BYTES
+        and not values[v].host_bytes
+        and metas[v].covers_storage
+        and not metas[v].lazily
+        and metas[v].device == captured.device
+    )
+
+
+def room_on_host(of: Blocks, step: Step, settings: Settings) -> int:
+    """Bytes of the host that offloaded values may take in each process; 0: nothing is offloaded.
+
+    On a GPU blocks offload what a plan gains by it, and on a CPU where the mode says ``offload``: there both memories
+    are one.
+    """
+    admits = device_of(of.model).type == "cuda" or OFFLOAD in parse_mode(settings.mode)
+    if not admits or with_offloads(step) is None:
+        return 0
+    every = gathered([platform.node(), available_bytes()], settings.sharing)
+    names = [name for name, _ in every]
+    return min(int(ROOM * count / names.count(name)) for name, count in every)
+
+
+def lone_in_all(memory: StepMemory, settings: Settings) -> Lone:
+    """`lone_inputs` that are so in all processes."""
+    blocks = range(len(memory.of.blocks))
+    found = memory.rehearsed([()] * len(blocks)).lone
+    mine = [[[value, sorted(makers)] for value, makers in sorted(found.get(n, {}).items())] for n in blocks]
+    every: list[Any] = gathered(mine, settings.sharing)
+    return {n: {v: makers for v, makers in every[0][n] if all([v, makers] in own[n] for own in every)} for n in blocks}
+
+
+def link_rate(of: Blocks, room: int, settings: Settings) -> float:
+    """Bytes a second to and from the host, each way; 0: nothing is offloaded."""
+    return min(gathered(host_rate(device_of(of.model)) if room else 0.0, settings.sharing))
+
+
+def offload(of: Blocks, kept: KeptPlan) -> None:
+    """Have blocks offload what a plan says."""
+    if any(record is not None and record.offloaded for record in kept.records):
+        calls = next((block._offloads for block in of.blocks if block._offloads), None) or OffloadedCalls()
+        for block in of.blocks:
+            block._offloads = calls
+
+
+def in_words(step: Step, kept: KeptPlan) -> str:
+    """What of a plan is offloaded, for people; "": nothing."""
+    size = bytes_on_host(step, kept.points)
+    return f"; {format_bytes(size)} of activations on the host until the backward" if size else ""

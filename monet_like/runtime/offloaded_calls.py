@@ -1,0 +1,161 @@
+"""What calls of a model's blocks keep for their backward, on the host meanwhile.
+
+The values of a call leave when its forward has ended, while the next block's forward runs; when that has ended, the
+device waits for the copies and lets go of the values. They come back while the backward of the call after it runs, for
+which the order of the forwards is turned round. Whatever order calls and backwards really have, each backward gets its
+own values; the order decides about time and memory alone.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import MonetError, warn_caller
+from .offload import fetch_end, fetched_in_parts, may_be_sent, send_end, sent_in_parts
+from .streamed_weights import quietly
+
+
+@dataclass(frozen=True)
+class _OnHost:
+    """A value on the host: its bytes in parts, and what is made of them again."""
+
+    parts: list[Tensor]
+    like: tuple[Sequence[int], Sequence[int], torch.dtype, torch.device]
+
+
+class OffloadedCall:
+    """The offloaded values of one call, by their places among what it keeps. They begin to leave at once.
+
+    What finds no room on the host stays on the device.
+    """
+
+    def __init__(self, values: Mapping[int, Tensor]) -> None:
+        self._here = dict(values)
+        self._leaving: dict[int, int] = {}  # to the host: the version of each when the copy began
+        self._coming = False
+        self._there: dict[int, _OnHost] = {}
+        self.changed = False  # a value was, while it was copied
+        for place, value in values.items():
+            try:
+                parts = sent_in_parts(value)
+            except MonetError as error:
+                warn_caller(f"a block keeps what it was to offload on the device: {error}")
+                break
+            self._leaving[place] = value._version
+            self._there[place] = _OnHost(parts, (value.shape, value.stride(), value.dtype, value.device))
+
+    def sent(self) -> None:
+        """Let go of the values that leave; what the device does next waits for their copies."""
+        leaving = [*self._leaving]
+        self._end_sending()
+        for place in leaving:
+            del self._here[place]
+
+    def _end_sending(self) -> None:
+        for place, version in self._leaving.items():
+            send_end(self._here[place], self._there[place].parts[-1])
+            self.changed = self.changed or self._here[place]._version != version
+        self._leaving.clear()
+
+    def come(self) -> None:
+        """Have the values come back."""
+        if not self._leaving and not self._coming:
+            away = {place: value for place, value in self._there.items() if place not in self._here}
+            self._here |= {place: fetched_in_parts(value.parts, *value.like) for place, value in away.items()}
+            self._coming = bool(away)
+
+    def taken(self, *, again: bool) -> dict[int, Tensor]:
+        """The values, by place, for the backward.
+
+        Args:
+            again: another backward will want them.
+
+        Raises:
+            RuntimeError: as autograd's for a saved tensor that was changed.
+        """
+        self.come()
+        self._end_sending()
+        if self.changed:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: an "
+                "input or a result of a block, just after the block's forward; change a copy of it"
+            )
+        if self._coming:
+            for place in self._there:
+                fetch_end(self._here[place])
+        self._coming = False
+        found = dict(self._here)
+        if again:
+            for place in self._there:
+                del self._here[place]
+        else:
+            self._here.clear()
+            self._there.clear()
+        return found
+
+
+class OffloadedCalls:
+    """The calls of a model's blocks whose backward has not come yet, in the order of their forwards."""
+
+    def __init__(self) -> None:
+        self._calls: list[weakref.ref[OffloadedCall]] = []
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> Any:
+        return OffloadedCalls, ()
+
+    def forward_ended(self, values: Mapping[int, Tensor]) -> OffloadedCall:
+        """A block's forward has ended: the values of the call before are gone now, and its own leave.
+
+        Args:
+            values: by place; none: of a block that offloads nothing.
+        """
+        with self._lock, quietly():
+            self._calls[:] = [there for there in self._calls if there() is not None]
+            if self._calls and (last := self._calls[-1]()) is not None:
+                last.sent()
+            call = OffloadedCall({place: value.detach() for place, value in values.items()})
+            self._calls.append(weakref.ref(call))
+            return call
+
+    def taken(self, call: OffloadedCall, *, again: bool) -> dict[int, Tensor]:
+        """`OffloadedCall.taken`; those of the call before it begin to come."""
+        with self._lock, quietly():
+            found = call.taken(again=again)
+            place = next((n for n, there in enumerate(self._calls) if there() is call), 0)
+            if place and (before := self._calls[place - 1]()) is not None:
+                before.come()
+            self._calls[:] = [there for there in self._calls if there() is not call]
+            return found
+
+
+class Offloads:
+    """What one call of a block offloads, of what its step keeps.
+
+    Args:
+        values: of the block's program.
+    """
+
+    def __init__(self, calls: OffloadedCalls, values: Collection[int]) -> None:
+        self._calls, self._values = calls, values
+        self._call: OffloadedCall | None = None
+
+    def left(self, values: Sequence[int], kept: Sequence[Tensor]) -> list[Tensor | None]:
+        """What stays on the device of what a forward keeps: tensors of these values."""
+        both = enumerate(zip(values, kept, strict=True))
+        leave = {place: own for place, (value, own) in both if value in self._values and may_be_sent(own)}
+        self._call = self._calls.forward_ended(leave)
+        return [None if place in leave else own for place, own in enumerate(kept)]
+
+    def back(self, left: Sequence[Tensor | None], *, again: bool) -> list[Any]:
+        """All that the forward has kept, for the backward; ``again``: another backward will want it."""
+        assert self._call is not None
+        found = self._calls.taken(self._call, again=again)
+        return [found.get(place, own) for place, own in enumerate(left)]
