@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -28,6 +28,8 @@ from ..replay.stand_in import SignedAsModel
 from ..replay.stepping import NewInput
 from ..replay.training_step import CompiledStep
 from ..replay.wrapper import ScheduleWrapper
+from ..runtime.offloaded_calls import Keeping, OffloadedCalls
+from .changed import Changed
 from .promise import BlockPlan
 from .rehearsal.stand_ins import Rehearsal
 from .shared_captures import SharedCaptures
@@ -92,6 +94,8 @@ class BlockSchedule(ScheduleWrapper):
         self._block_own: Any = None  # plans calls that the plan has not foreseen
         self._block_records: list[ScheduleRecord] = []  # of such calls
         self._block_number, self._block_planned, self._block_sharded = 0, False, False
+        self._block_changed = Changed()
+        self._offloads: OffloadedCalls | None = None  # of the whole model
         self._rehearsal: Rehearsal | None = None
         self._block_plan: BlockPlan | None = None  # of the whole model, for people
         self._block_settings: Any = None  # with which the whole model is planned
@@ -288,6 +292,10 @@ class BlockSchedule(ScheduleWrapper):
             )
         self._block_forms += 1
 
+    def _keeping(self, kept: KeptStep) -> Keeping | None:
+        copied = self._block_changed.values(kept.captured)
+        return Keeping(self._offloads, kept.offloaded, copied) if self._offloads or copied else None
+
     def _own_step(
         self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: tuple[Answer, ...]
     ) -> KeptStep | None:
@@ -324,7 +332,7 @@ class BlockSchedule(ScheduleWrapper):
 
     def take_plan(self, state: dict[str, Any] | None) -> None:
         """Follow a plan; None: none yet."""
-        fresh: dict[str, Any] = dict(zip(_OF_PLAN, (None, None, None, False, [], KeptSteps()), strict=True))
+        fresh: dict[str, Any] = dict(zip(_OF_PLAN, (None, None, None, False, [], KeptSteps(), Changed()), strict=True))
         for name, value in (state or fresh).items():
             setattr(self, name, value)
 
@@ -370,21 +378,8 @@ class BlockSchedule(ScheduleWrapper):
         return type(self._model) if "_model" in self.__dict__ else type(self)  # the code around it may look
 
 
-class ContainerSchedule(BlockSchedule):
-    """A block that the code around it may also count, index and go through, such as a `torch.nn.Sequential`."""
-
-    def __len__(self) -> int:
-        return len(self._model)  # type: ignore[arg-type]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._model)  # type: ignore[call-overload]
-
-    def __getitem__(self, place: Any) -> Any:
-        return self._model[place]  # type: ignore[index]
-
-
 #: What a plan gives to a block.
-_OF_PLAN = ("record", "_block_call", "_block_share", "_block_planned", "_block_records", "_kept")
+_OF_PLAN = ("record", "_block_call", "_block_share", "_block_planned", "_block_records", "_kept", "_block_changed")
 
 _TWO_WAYS = (
     "{} is called twice in a step in different ways: with {}, and with {}; a block has one schedule, so give both "

@@ -73,18 +73,21 @@ class Kind:
     Attributes:
         program: a digest of their program and its sizes.
         held: values that the rest of the model holds (`held_values`).
+        changed: inputs and results that the rest of the model changes in place (`changed_values`): of what a schedule
+            keeps of them there is a copy.
         lone: inputs that are gone when the block lets go of them, each with the programs of which it is a result
             (`lone_inputs`); none: nothing is offloaded.
     """
 
     program: str
     held: tuple[int, ...]
+    changed: tuple[int, ...] = ()
     lone: tuple[tuple[int, tuple[str, ...]], ...] = ()
 
     @property
     def text(self) -> str:
         """All but the program as a key of plain data."""
-        return f"held {self.held}, lone {self.lone}"
+        return f"held {self.held}, changed {self.changed}, lone {self.lone}"
 
 
 def kinds_of(of: Blocks, first: Rehearsed, lone: Lone) -> list[Kind | None]:
@@ -102,7 +105,8 @@ def kinds_of(of: Blocks, first: Rehearsed, lone: Lone) -> list[Kind | None]:
             continue
         mine = sorted(lone.get(number, {}).items())
         makers = ((v, tuple(sorted({programs[block] or "" for block in blocks}))) for v, blocks in mine)
-        found.append(Kind(program, tuple(sorted(first.held[number])), tuple(makers)))
+        held, changed = (tuple(sorted(values.get(number, ()))) for values in (first.held, first.changed))
+        found.append(Kind(program, held, changed, tuple(makers)))
     if not any(found):
         raise UsageError(
             f"no block of {type(of.model).__name__} has a gradient in its training step; give blocks with parameters "
@@ -170,7 +174,8 @@ def menus_of(
         menus[kind] = ()
     keep = {name for name, every in schedules.items() if any(_keeps_results(found[name], one) for one in every)}
     for kind in menus:
-        lone[kind] = frozenset(v for v, makers in kind.lone if link and keep.isdisjoint(makers))
+        own = ((v, makers) for v, makers in kind.lone if link and v not in kind.changed)
+        lone[kind] = frozenset(v for v, makers in own if keep.isdisjoint(makers))
         menus[kind] = _points(found[kind.program], kind, schedules[kind.program], link, lone[kind])
     return menus
 
@@ -196,10 +201,11 @@ def _points(
     Args:
         lone: inputs that count as carried: nobody else keeps them.
     """
-    points = efficient([owning(own_point(ready, one, kind), ready.captured.program, lone) for one in schedules])
+    program = ready.captured.program
+    points = efficient([owning(own_point(ready, one, kind), program, lone, kind.changed) for one in schedules])
     if not link:
         return points
-    program, movable = ready.captured.program, offloadable(ready.captured, kind.held, lone)
+    movable = offloadable(ready.captured, {*kind.held, *kind.changed}, lone)
     return efficient([*points, *(more for point in points for more in offloading(point, program, movable, link))])
 
 

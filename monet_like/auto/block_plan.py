@@ -44,6 +44,7 @@ from .block_menus import (
     records_of,
 )
 from .block_shares import OwnPlans, Share
+from .changed import Changed
 from .kept_plans import NOTHING, REFINED, KeptPlan, StepKey, most_of_rest
 from .offloaded import in_words as offloaded_in_words
 from .offloaded import link_rate, lone_in_all, offload, room_on_host
@@ -127,6 +128,7 @@ def _planned_with(of: Blocks, memory: StepMemory, settings: Settings, progress: 
         block._on_new_input, block._shows_progress = settings.on_new_input, settings.verbose
         if record is not None and call is not None and kind is not None:
             block._block_share = Share.of(point, call.as_in(record), kind)
+            block._block_changed = Changed.of(kind.changed, call.as_in(record))
     made = BlockPlan(
         peak, moment, kept.budget_bytes, kept.plain_peak_bytes, seconds_of(first.step, kept.points), kept.plain_seconds,
         kept.kinds, kept.points, kept.status, reason, kept.bound_seconds, moments,
@@ -253,7 +255,7 @@ class _Planner:
         kind = self.kinds[block]
         assert kind is not None
         ready = self.found[kind.program]
-        return owning(own_point(ready, schedule, kind), ready.captured.program, self.lone[kind])
+        return owning(own_point(ready, schedule, kind), ready.captured.program, self.lone[kind], kind.changed)
 
     def bound(self, best: Choice) -> float:
         """No schedules that fit have fewer seconds."""

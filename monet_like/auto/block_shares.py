@@ -31,6 +31,7 @@ from .block_menus import (
     points_of_call,
     record_of,
 )
+from .changed import Changed
 from .planning import Settings
 
 
@@ -43,6 +44,7 @@ class Share:
         carried_bytes, forward_bytes, backward_bytes, adding_bytes, offloaded_bytes: see `Point`.
         held: places of incoming gradients and results that the rest of the model holds (`_ends`).
         lone: places of inputs that count as carried.
+        changed: what there is a copy of, if a schedule keeps it.
     """
 
     carried_bytes: int
@@ -52,14 +54,15 @@ class Share:
     offloaded_bytes: int
     held: tuple[int, ...]
     lone: tuple[int, ...]
+    changed: Changed
 
     @staticmethod
     def of(point: Point, captured: Captured, kind: Kind) -> Share:
         """The share of a block of this kind whose plan has this point."""
         held = tuple(place for place, value in enumerate(_ends(captured)) if value in kind.held)
-        moved = {v for v, _ in kind.lone} - set(point.shared)
+        moved = {v for v, _ in kind.lone} - {*point.shared, *kind.changed}
         lone = tuple(place for place, value in enumerate(captured.inputs) if value in moved)
-        return Share(*_needed(point, captured.program), held, lone)
+        return Share(*_needed(point, captured.program), held, lone, Changed.of(kind.changed, captured))
 
     def excess(self, point: Point, program: Program) -> tuple[int, str, int, int]:
         """By how many bytes another call of the block by this point needs more at most, where, what it needs and what
@@ -152,7 +155,8 @@ class OwnPlans:
                 device, costs = call.captured.device, deadline.part(COSTS_SHARE)
                 self._costs[digest] = costs_of_call(call, digest, device, self.settings, progress, costs)
             ready = self._costs[digest]
-            kind, lone = Kind(digest, share.held_in(ready.captured)), share.lone_in(ready.captured)
+            changed = tuple(sorted(share.changed.values(ready.captured)))
+            kind, lone = Kind(digest, share.held_in(ready.captured), changed), share.lone_in(ready.captured)
             link = self.link if share.offloaded_bytes else 0.0
             taken = self.settings.earlier.taken
             points = points_of_call(ready, kind, self.settings, progress, deadline, link, lone)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import fnmatch
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from ..capture.trees import tensors_of
 from ..errors import UsageError, warn_caller
 from ..replay.stand_in import caching_config
 from ..replay.wrapper import ScheduleWrapper
-from .block import BlockSchedule, ContainerSchedule, blocks_of
+from .block import BlockSchedule, blocks_of
 from .block_calls import CallPlans, plans_of
 from .block_plan import plan_blocks
 from .found_parts import find_parts, in_words
@@ -33,6 +33,19 @@ from .streamed import check_streams, frozen_layers, may_stream, unstream
 
 #: How blocks are named: modules of the model, or patterns of their names.
 BlockNames = Iterable[nn.Module] | str | Sequence[str]
+
+
+class ContainerSchedule(BlockSchedule):
+    """A block that the code around it may also count, index and go through, such as a `torch.nn.Sequential`."""
+
+    def __len__(self) -> int:
+        return len(self._model)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._model)  # type: ignore[call-overload]
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._model[place]  # type: ignore[index]
 
 
 def schedule_blocks(

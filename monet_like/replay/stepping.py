@@ -34,7 +34,7 @@ from ..ir.schedule_file import InputSpec, ScheduleRecord
 from ..ir.units import format_bytes
 from ..nn.sync_batch_norm import world
 from ..runtime import out_of_memory
-from ..runtime.offloaded_calls import OffloadedCalls, Offloads
+from ..runtime.offloaded_calls import Keeping
 from ..runtime.questions import OtherAnswer
 from ..runtime.streamed_block import Streamed
 from ..variants import admitted
@@ -77,7 +77,6 @@ class Stepping(StandIn):
     _arena: Arena | None
     _synchronised: bool
     _streamed: Streamed | None
-    _offloads: OffloadedCalls | None
     #: What a call does for which nothing was planned: "plan", "plain" or "error"; see `monet_like.auto_schedule`.
     _on_new_input = "plan"
     #: Whether progress is shown; None: if somebody sees stderr.
@@ -105,8 +104,7 @@ class Stepping(StandIn):
             out_of_memory.begins(self, kept.captured.device)
             plain = self._plain_call(kept, leaves, spec)
             try:
-                offloads = None if self._offloads is None else Offloads(self._offloads, kept.offloaded)
-                whole = kept.reads, places, self._streamed, plain, offloads
+                whole = kept.reads, places, self._streamed, plain, self._keeping(kept)
                 result = run_step(kept.step, parameters, buffers, inputs, *whole)
             except OtherAnswer as other:
                 before, known = known, known_answers(kept.captured, other)
@@ -134,6 +132,10 @@ class Stepping(StandIn):
     def _run_model(self, *args: Any, **kwargs: Any) -> Any:
         """The model as it is."""
         return self._model(*args, **kwargs)
+
+    def _keeping(self, kept: KeptStep) -> Keeping | None:
+        """How a call keeps what its backward needs; None: as it is."""
+        return None
 
     def _place(self, step: CompiledStep, arena: Arena) -> None:
         """Have a step's tensors placed; on a device on which they cannot be, warn, and place none from now on."""
@@ -282,8 +284,8 @@ class Stepping(StandIn):
         Calls with different keys have steps of their own.
         """
         device = device_of(self, (tuple(leaves), {}))
-        group = world() if self._synchronised else None
         autocast = autocast_name(device), torch.is_autocast_cache_enabled()
+        group = world() if self._synchronised else None
         return structure(self._model), arguments(leaves), str(spec), device, autocast, group
 
     def _step(
@@ -309,9 +311,8 @@ class Stepping(StandIn):
         started, inputs = time.monotonic(), input_specs(args, kwargs)
         record, captured = self._planned(args, kwargs, captured, change)
         if record.is_plain:
-            self._kept.plain[key] = (
-                f"plain PyTorch's step fits into {format_bytes(record.budget_bytes)}, and no schedule"
-            )
+            size = format_bytes(record.budget_bytes)
+            self._kept.plain[key] = f"plain PyTorch's step fits into {size}, and no schedule"
             return None
         if inputs != record.inputs:
             _log.info(replayed_in_words(record, captured, inputs, time.monotonic() - started))
@@ -335,9 +336,7 @@ class Stepping(StandIn):
         self, record: ScheduleRecord, captured: Captured, within: int | None, args: tuple[Any, ...],
         kwargs: dict[str, Any]
     ) -> CompiledStep:  # fmt: skip
-        """Compile a schedule's decisions for a captured program; ``within``: as `CompiledStep`'s
-        ``fuse_within_bytes``.
-        """
+        """Compile a schedule's decisions; ``within``: as `CompiledStep`'s ``fuse_within_bytes``."""
         if within is not None:
             from ..compiler.progress import Progress  # with rich, which a replay can do without
 

@@ -25,7 +25,7 @@ from ..ir.schedule import Schedule
 from ..ir.simulate import Free, simulate
 from ..runtime import out_of_memory
 from ..runtime.codegen import Block, compile_block, compile_chain, liveness
-from ..runtime.offloaded_calls import Offloads
+from ..runtime.offloaded_calls import Keeping
 from ..runtime.questions import ASK, Asking, OtherAnswer
 from ..runtime.streamed_block import Streamed
 from .branches import undone_if_ended, written_residents
@@ -203,7 +203,7 @@ class _Call:
             began.
         other: by which the call has left its branch.
         weights: has the model's streamed weights on the device for a segment of the backward; None: all are there.
-        offloads: what it offloads, and what it has offloaded; None: nothing in the model does.
+        keeping: keeps what the backward needs; None: it is kept as it is.
         reads: values that the model read when the step was captured; None: not recorded, or the model is gone.
         whose: the wrapper on a GPU, for an error of memory.
     """
@@ -215,7 +215,7 @@ class _Call:
     other: OtherAnswer | None = None
     weights: Streamed | None = None
     plain: PlainBackward | None = None
-    offloads: Offloads | None = None
+    keeping: Keeping | None = None
     asked: Asked = field(default_factory=Asked)
     whose: weakref.ref[Any] | None = field(default_factory=out_of_memory.whose)
 
@@ -270,7 +270,7 @@ class _Head(torch.autograd.Function):
         except OtherAnswer as other:  # raised later: PyTorch loses an error if an operator has given a warning before
             call.other = other
             return None
-        ctx.save_for_backward(*(saved if call.offloads is None else call.offloads.left(call.step.saved, saved)))
+        ctx.save_for_backward(*(saved if call.keeping is None else call.keeping.left(call.step.saved, saved)))
         without = (o for o, t in zip(outputs, call.step.captured.tangents, strict=True) if t is None)
         ctx.mark_non_differentiable(*without)
         return outputs
@@ -283,8 +283,8 @@ class _Head(torch.autograd.Function):
         step = call.step.for_gradients(grads)
         given = [*ctx.saved_tensors]
         again = torch._C._autograd._get_current_graph_task_keep_graph()  # another backward will read them
-        if call.offloads is not None:
-            given = call.offloads.back(given, again=again)
+        if call.keeping is not None:
+            given = call.keeping.back(given, again=again)
         if again:
             for place in step.overwritten:
                 given[place] = step.captured.metas[step.saved[place]].empty().copy_(given[place])
@@ -351,7 +351,7 @@ def run_step(
     places: Mapping[str, Holder] | None = None,
     weights: Streamed | None = None,
     plain: PlainBackward | None = None,
-    offloads: Offloads | None = None,
+    keeping: Keeping | None = None,
 ) -> Any:
     """Run the forward of a step; its autograd graph is the backward of the schedule.
 
@@ -360,7 +360,7 @@ def run_step(
         places: of what the forward sets, see `Effects.places`.
         weights: those of the parameters that are streamed; they are on the device now.
         plain: does a backward that the schedule cannot.
-        offloads: what this call offloads.
+        keeping: keeps what the backward needs; None: it is kept as it is.
 
     Returns:
         The model's result, nested as the model nests it.
@@ -375,7 +375,7 @@ def run_step(
     for index in captured.buffers_made_to_require:
         parameters[index].requires_grad_()
     late = (lambda: None) if reads is None else weakref.ref(reads)
-    call = _Call(step, late, weights=weights, plain=plain, offloads=offloads)
+    call = _Call(step, late, weights=weights, plain=plain, keeping=keeping)
     token = None
     for segment in reversed(step.segments):
         leaves = [*(parameters[i] for i in segment.parameters), *(inputs[i] for i in segment.inputs)]

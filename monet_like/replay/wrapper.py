@@ -22,7 +22,6 @@ from ..ir.schedule_file import ScheduleRecord
 from ..ir.units import format_bytes, format_seconds
 from ..nn.sync_batch_norm import is_synchronised
 from ..profile.devices import known_limits, machine_at
-from ..runtime.offloaded_calls import OffloadedCalls
 from ..runtime.streamed_block import Streamed
 from .checks.compatibility import (
     check_shapes,
@@ -125,7 +124,6 @@ class ScheduleWrapper(Stepping):
         self._arena: Arena | None = None  # see `monet_like.place_memory`
         self._synchronised = is_synchronised(model)
         self._streamed: Streamed | None = None  # see `monet_like.runtime.streamed_weights`
-        self._offloads: OffloadedCalls | None = None  # see `monet_like.runtime.offloaded_calls`
 
     def train(self, mode: bool = True) -> ScheduleWrapper:
         """Switch the model and this wrapper together."""

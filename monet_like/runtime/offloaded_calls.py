@@ -136,26 +136,38 @@ class OffloadedCalls:
             return found
 
 
-class Offloads:
-    """What one call of a block offloads, of what its step keeps.
+class Keeping:
+    """How one call of a block keeps what its step's backward needs.
 
     Args:
-        values: of the block's program.
+        calls: of the model's blocks; None: none offloads anything.
+        offloaded: values of the block's program that wait on the host.
+        copied: those that the rest of the model changes: there is a copy of them.
     """
 
-    def __init__(self, calls: OffloadedCalls, values: Collection[int]) -> None:
-        self._calls, self._values = calls, values
+    def __init__(self, calls: OffloadedCalls | None, offloaded: Collection[int], copied: Collection[int]) -> None:
+        self._calls, self._offloaded, self._copied = calls, offloaded, copied
         self._call: OffloadedCall | None = None
 
     def left(self, values: Sequence[int], kept: Sequence[Tensor]) -> list[Tensor | None]:
         """What stays on the device of what a forward keeps: tensors of these values."""
-        both = enumerate(zip(values, kept, strict=True))
-        leave = {place: own for place, (value, own) in both if value in self._values and may_be_sent(own)}
-        self._call = self._calls.forward_ended(leave)
-        return [None if place in leave else own for place, own in enumerate(kept)]
+        both = list(zip(values, kept, strict=True))
+        stay: list[Tensor | None] = [_copy(own) if value in self._copied else own for value, own in both]
+        if self._calls is not None:
+            leave = {n: own for n, (value, own) in enumerate(both) if value in self._offloaded and may_be_sent(own)}
+            self._call = self._calls.forward_ended(leave)
+            stay = [None if place in leave else own for place, own in enumerate(stay)]
+        return stay
 
     def back(self, left: Sequence[Tensor | None], *, again: bool) -> list[Any]:
         """All that the forward has kept, for the backward; ``again``: another backward will want it."""
-        assert self._call is not None
+        if self._calls is None or self._call is None:
+            return list(left)
         found = self._calls.taken(self._call, again=again)
         return [found.get(place, own) for place, own in enumerate(left)]
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    with quietly():
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        return made.copy_(tensor)

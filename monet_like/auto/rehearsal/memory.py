@@ -27,9 +27,10 @@ from ...replay.verify.steps import unsaved_loss
 from ..agreement import Sharing, all_do, gathered, processes
 from ..block import BlockSchedule
 from ..kept_state import State
+from .counted import changed_values, counted, held_values, lone_inputs
 from .fake import NotOnFakes, fake_stretches, none_left, outside
 from .graphs import OwnGraph
-from .stand_ins import Event, Rehearsal, counted, held_values, lone_inputs, without_saved_tensors_hooks
+from .stand_ins import Event, Rehearsal, without_saved_tensors_hooks
 
 
 @dataclass(frozen=True)
@@ -96,12 +97,13 @@ class Rehearsed:
     Attributes:
         step: its pieces are the blocks, without menus; ``base_bytes`` is the largest of all processes that share a
             plan.
-        held, lone: by block, see `held_values` and `lone_inputs`; those of a rehearsal in which blocks keep everything
-            and of one in which they keep nothing are of use.
+        held, changed: by block, see `held_values` and `changed_values`; of a rehearsal in which blocks keep everything.
+        lone: by block, see `lone_inputs`; of one in which they keep nothing.
     """
 
     step: Step
     held: Mapping[int, frozenset[int]]
+    changed: Mapping[int, frozenset[int]]
     lone: Mapping[int, Mapping[int, frozenset[int]]]
 
 
@@ -196,7 +198,7 @@ class StepMemory:
         every = gathered([moment.base_bytes for moment in mine.moments], self.sharing)
         step = _with_bases(mine, map(max, zip(*every, strict=True)))
         step = replace(step, streaming=self.streaming, host_bytes=self.host_bytes)
-        return Rehearsed(step, held_values(events, stretches), lone_inputs(events))
+        return Rehearsed(step, held_values(events, stretches), changed_values(events), lone_inputs(events))
 
     def step_with(self, points: Iterable[Point]) -> Step:
         """The step, rehearsed with blocks that keep what these points keep."""

@@ -108,13 +108,20 @@ def without_rest(schedule: Schedule) -> Schedule:
     return Schedule(schedule.forward, (tuple(sorted({*early, *first})), *others), schedule.ways[1:])
 
 
-def owning(point: Point, program: Program, lone: Collection[int]) -> Point:
-    """The point with inputs among what it carries that exist only while it keeps them."""
-    mine = [v for v in point.shared if v in lone]
+def owning(point: Point, program: Program, lone: Collection[int], copied: Collection[int] = ()) -> Point:
+    """The point with inputs and results among what it carries that are its own.
+
+    Args:
+        lone: inputs that exist only while the block keeps them.
+        copied: inputs and results that it keeps a copy of, made when its forward ends.
+    """
+    mine = [v for v in point.shared if v in lone or v in copied]
     size = sum(program.values[v].bytes for v in mine)
+    more = sum(program.values[v].bytes for v in mine if v in copied)
     return replace(
-        point, carried_bytes=point.carried_bytes + size, shared=tuple(v for v in point.shared if v not in lone),
-        backward_peak_bytes=point.backward_peak_bytes + size, adding_peak_bytes=point.adding_peak_bytes + size,
+        point, carried_bytes=point.carried_bytes + size, shared=tuple(v for v in point.shared if v not in mine),
+        forward_peak_bytes=point.forward_peak_bytes + more, backward_peak_bytes=point.backward_peak_bytes + size,
+        adding_peak_bytes=point.adding_peak_bytes + size,
     )  # fmt: skip
 
 
