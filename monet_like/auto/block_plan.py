@@ -16,7 +16,7 @@ from ..capture.example_inputs import device_of
 from ..capture.trace.alone import one_at_a_time
 from ..compiler.prepared import Prepared
 from ..compiler.progress import Progress, announce
-from ..errors import ScheduleFileError
+from ..errors import ScheduleFileError, warn_caller
 from ..ir.schedule import Schedule
 from ..ir.schedule_file import ScheduleRecord
 from ..ir.step import Moment, Point, Step, bytes_on_host, moments_of, peak_of, seconds_of
@@ -46,8 +46,8 @@ from .block_menus import (
 from .block_shares import OwnPlans, Share
 from .changed import Changed
 from .kept_plans import NOTHING, REFINED, KeptPlan, StepKey, most_of_rest
+from .offloaded import can_offload, link_rate, lone_in_all, offload, room_on_host
 from .offloaded import in_words as offloaded_in_words
-from .offloaded import link_rate, lone_in_all, offload, room_on_host
 from .planning import Settings
 from .promise import BlockPlan
 from .rehearsal.memory import Blocks, StepMemory, WholeStep
@@ -88,11 +88,13 @@ def plan_blocks(of: Blocks, whole: WholeStep, settings: Settings) -> BlockPlan:
     return made
 
 
-def _planned_with(of: Blocks, memory: StepMemory, settings: Settings, progress: Progress) -> tuple[BlockPlan, str]:
+def _planned_with(
+    of: Blocks, memory: StepMemory, settings: Settings, progress: Progress, *, offloads: bool = True
+) -> tuple[BlockPlan, str]:
     """`plan_blocks` with what counts the memory of the step; and how the plan came to be, in words."""
     started, sharing = time.monotonic(), settings.sharing
     first = memory.rehearsed(None)
-    memory.host_bytes = room_on_host(of, first.step, settings)
+    memory.host_bytes = room_on_host(of, first.step, settings) if offloads else 0
     lone = lone_in_all(memory, settings) if memory.host_bytes else {}
     kinds = all_do(lambda: kinds_of(of, first, lone), sharing)
     check_alike(of, kinds, sharing)
@@ -118,6 +120,9 @@ def _planned_with(of: Blocks, memory: StepMemory, settings: Settings, progress: 
     kept, moments, reason = answer
     moments = tuple((name, count + kept.cublas_bytes) for name, count in moments)
     moment, peak = max(moments, key=lambda entry: entry[1])
+    if not all_agree(can_offload(of, first.step, kept), sharing):
+        warn_caller("the host's memory for offloaded activations could not be pinned, so the plan offloads none")
+        return _planned_with(of, memory, settings, progress, offloads=False)
     stream(of, first.step, kept.points, sharing)
     offload(of, kept)
     own = OwnPlans(settings, link)

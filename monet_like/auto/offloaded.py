@@ -13,6 +13,7 @@ from ..ir.step import Step, bytes_on_host, with_offloads
 from ..ir.units import format_bytes
 from ..profile.rates import host_rate
 from ..runtime.frozen_weights import available_bytes
+from ..runtime.offload import can_pin
 from ..runtime.offloaded_calls import OffloadedCalls
 from .agreement import gathered
 from .kept_plans import KeptPlan
@@ -74,6 +75,16 @@ def lone_in_all(memory: StepMemory, settings: Settings) -> Lone:
 def link_rate(of: Blocks, room: int, settings: Settings) -> float:
     """Bytes a second to and from the host, each way; 0: nothing is offloaded."""
     return min(gathered(host_rate(device_of(of.model)) if room else 0.0, settings.sharing))
+
+
+def can_offload(of: Blocks, step: Step, kept: KeptPlan) -> bool:
+    """Whether the host's memory can be pinned that a plan needs: else a step would not find it."""
+    counts: list[int] = []
+    for block, piece, record in zip(of.blocks, step.pieces, kept.records, strict=True):
+        if record is not None and block._block_call is not None:
+            metas = block._block_call.as_in(record).metas
+            counts += piece.calls * [metas[value].storage_bytes for value in record.offloaded]
+    return can_pin(counts, device_of(of.model))
 
 
 def offload(of: Blocks, kept: KeptPlan) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from typing import Any
@@ -118,6 +118,16 @@ def host_parts(count: int, device: torch.device) -> list[int]:
         parts.append(1 << (count.bit_length() - 1))
         count -= parts[-1]
     return [*parts, count] if count else parts
+
+
+def can_pin(counts: Iterable[int], device: torch.device) -> bool:
+    """Whether values of so many bytes find room on the host together; PyTorch keeps the memory for them."""
+    try:
+        pinned = [_pinned(part) for count in counts for part in host_parts(count, device) if device.type == "cuda"]
+    except MonetError:
+        return False
+    del pinned
+    return True
 
 
 def may_be_sent(x: Tensor) -> bool:

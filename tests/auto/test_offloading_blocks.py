@@ -132,6 +132,16 @@ def test_calls_and_backwards_in_any_order_are_exact(scheduled: nn.Module, order:
     assert_same_step(plain, mine, X)
 
 
+def test_what_cannot_be_pinned_is_not_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[int] = []
+    monkeypatch.setattr(offloaded, "can_pin", lambda counts, _: found.append(sum(counts)) or not found[-1])
+    with pytest.warns(UserWarning, match="could not be pinned, so the plan offloads none"):
+        model = monet_like.auto_schedule(decoder(), X, memory_budget="35%", **OPTIONS)
+    assert found[0] > 0 and found[1:] == [0]
+    assert not any(point.offloaded for point in plan_of(model).points)
+    assert_same_step(decoder(), model, X)
+
+
 def test_what_finds_no_room_stays_on_the_device(scheduled: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     sent, count = offloaded_calls.sent_in_parts, [0]
 
