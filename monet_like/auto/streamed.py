@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,15 @@ from ..ir.step import Point, Step, Streaming, Visit, slots_of
 from ..ir.units import format_bytes
 from ..profile.rates import host_rate
 from ..replay.kept_steps import tensor_slots
-from ..runtime.frozen_weights import Weight, check_host, frozen_weights, host_bytes, move_rest, slot_bytes
+from ..runtime.frozen_weights import (
+    Weight,
+    check_host,
+    frozen_weights,
+    host_bytes,
+    more_on_host,
+    move_rest,
+    slot_bytes,
+)
 from ..runtime.streamed_block import Streamed
 from ..runtime.streamed_weights import WeightStream
 from .agreement import Sharing, all_do, gathered, processes
@@ -144,10 +153,7 @@ def _check_together(made: WeightStream | None, weights: Mapping[int, Sequence[We
         MonetError: there is no room.
         UsageError: weights differ.
     """
-    wanted = made.more_on_host(weights) if made else 0
-    every = gathered([platform.node(), wanted], "alone" if sharing == "alone" else "same")
-    here = [count for host, count in every if host == platform.node()]
-    all_do(lambda: check_host(sum(here), made.device, len(here)) if made else None, sharing)
+    _check_room(made.more_on_host(weights) if made else 0, made.device if made else None, sharing)
     if processes() == 1 or sharing != "same":
         return
     named = [weight for own in {**(made.weights if made else {}), **weights}.values() for weight in own]
@@ -160,6 +166,17 @@ def _check_together(made: WeightStream | None, weights: Mapping[int, Sequence[We
                     f"{rank}, and DistributedDataParallel does not send weights that are streamed; load the same in "
                     "every process, or give auto_schedule same_plan=False"
                 )
+
+
+def _check_room(wanted: int, device: torch.device | None, sharing: Sharing) -> None:
+    """Check that the host has room for so many bytes of this process and for those of the others on it.
+
+    Raises:
+        MonetError: it has not.
+    """
+    every = gathered([platform.node(), wanted], "alone" if sharing == "alone" else "same")
+    here = [count for host, count in every if host == platform.node()]
+    all_do(lambda: check_host(sum(here), device, len(here)) if device else None, sharing)
 
 
 class NotSent:
@@ -198,6 +215,10 @@ class CheckedFirst:
             dtypes = {tensor.dtype for tensor in (*self.module.parameters(), *self.module.buffers())}
             becomes = {dtype: change(torch.empty(0, dtype=dtype, device="cpu")).dtype for dtype in dtypes}
             if any(dtype != other for dtype, other in becomes.items()):
+                now = [weight for own in _on_host(self.model, blocks_of(self.model)).values() for weight in own]
+                after = [_as(weight, becomes) for weight in now]
+                grown = sum(weight.bytes for weight in after) - sum(weight.bytes for weight in now)
+                _check_room(max(0, grown) + more_on_host(after, there), there, self.sharing)
                 of_class(self.module, lambda tensor: tensor.to(becomes.get(tensor.dtype, tensor.dtype)))
             stream_from_host(self.model, blocks_of(self.model), self.sharing, there)
         for block in blocks:
@@ -247,11 +268,7 @@ def stream_from_host(model: nn.Module, blocks: Sequence[BlockSchedule], sharing:
     Raises:
         MonetError, UsageError: as of `stream`.
     """
-    if not is_quantised(model):
-        return
-    found = frozen_weights(model, [block._model for block in blocks])
-    on_host = ([w for w in own if w.tensors[0].device.type == "cpu"] for own in found)
-    weights = {number: own for number, own in enumerate(on_host) if own}
+    weights = _on_host(model, blocks)
     if not weights:
         return
     made = WeightStream(device)
@@ -265,6 +282,21 @@ def stream_from_host(model: nn.Module, blocks: Sequence[BlockSchedule], sharing:
         blocks[number]._streamed = Streamed(made, number)
         move_rest(blocks[number]._model, weights[number], device)
     _leave_alone(model, made, sharing)
+
+
+def _on_host(model: nn.Module, blocks: Sequence[BlockSchedule]) -> dict[int, list[Weight]]:
+    """The frozen weights of blocks that are on the host, by block; none while some are to be quantised on their way."""
+    if not is_quantised(model):
+        return {}
+    found = frozen_weights(model, [block._model for block in blocks])
+    on_host = ([w for w in own if w.tensors[0].device.type == "cpu"] for own in found)
+    return {number: own for number, own in enumerate(on_host) if own}
+
+
+def _as(weight: Weight, becomes: Mapping[torch.dtype, torch.dtype]) -> Weight:
+    """A weight of as many bytes as after a change of dtype."""
+    dtype = weight.tensors[0].dtype
+    return replace(weight, bytes=weight.bytes * becomes.get(dtype, dtype).itemsize // dtype.itemsize)
 
 
 def unstream(model: nn.Module, blocks: Sequence[BlockSchedule]) -> None:

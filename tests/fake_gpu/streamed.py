@@ -16,7 +16,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import monet_like
 from monet_like.auto.block import blocks_of
-from monet_like.runtime import offload
+from monet_like.errors import MonetError
+from monet_like.runtime import frozen_weights, offload
 from monet_like.runtime.streamed_weights import WeightStream
 
 CUDA = torch.device("cuda", 0)
@@ -171,6 +172,23 @@ def larger(how: str) -> dict[str, Any]:
             (layer.qkv.base.weight.device.type, point.ahead) for layer, point in zip(layers, plan.points, strict=True)
         ],
     }
+
+
+def no_room(_: str) -> dict[str, Any]:
+    """A model on the host is given another dtype on its way, for which the host has no room."""
+    model = Decoder(adapted_layer, 6, width=256).half()
+    model.embedding.requires_grad_(False)
+    model = monet_like.auto_schedule(model, memory_budget="14 MB", weights="auto", **OPTIONS)
+    needed = sum(p.nbytes for p in model.layers.parameters() if not p.requires_grad)
+    frozen_weights.available_bytes = lambda: needed
+    said = ""
+    try:
+        model.to(CUDA, torch.float32)
+    except MonetError as error:
+        said = str(error)
+    found = {"said": said, "are": sorted({f"{p.dtype} {p.device.type}" for p in model.parameters()})}
+    model.to(CUDA)
+    return found | {"then": sorted({f"{p.dtype} {p.device.type}" for p in model.parameters() if p.requires_grad})}
 
 
 def replicated(budget: str) -> dict[str, Any]:

@@ -527,6 +527,7 @@ WHAT = {
         streamed.races,
         streamed.weights,
         streamed.larger,
+        streamed.no_room,
         streamed.replicated,
         streamed.offloaded,
         streamed.offloading_blocks,

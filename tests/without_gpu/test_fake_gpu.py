@@ -322,6 +322,13 @@ def test_distributed_data_parallel_leaves_weights_on_the_host_alone(ask: Ask) ->
     assert found["streamed"]
 
 
+@pytest.mark.slow
+def test_the_host_has_room_for_another_dtype_or_nothing_is_changed(ask: Ask) -> None:
+    (found,) = ask("no_room:", **SMALL_WORKSPACES)
+    assert "are to be kept in pinned memory of the host" in found["said"]
+    assert found["are"] == ["torch.float16 cpu"] and found["then"] == ["torch.float16 cuda"]
+
+
 @pytest.mark.slow(rare=["before"])
 @pytest.mark.parametrize("when", ["before", "after", "from float64"])
 def test_a_model_that_is_larger_than_the_device_is_never_whole_on_it(ask: Ask, when: str) -> None:
