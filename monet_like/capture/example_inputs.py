@@ -88,6 +88,15 @@ def device_of(module: nn.Module, example: Example | None = None) -> torch.device
     return next((tensor.device for tensor in tensors_of(example)), torch.device("cpu"))
 
 
+def may_be_saved(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor; of one that was made in inference mode, which autograd does not save, another one in its memory."""
+    if not tensor.is_inference():
+        return tensor
+    with torch.inference_mode(False):
+        made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return made.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
 def is_for_shapes(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether a call gets tensors on meta or fake ones: nothing is computed, and no memory taken."""
     return any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors)

@@ -17,6 +17,7 @@ import torch.utils._pytree as pytree
 
 from ..capture.captured import Captured, Tensor, TensorMeta
 from ..capture.constants import Constants
+from ..capture.example_inputs import may_be_saved
 from ..capture.guards.holders import Holder
 from ..capture.guards.reads import Reads
 from ..errors import UsageError
@@ -374,13 +375,12 @@ def run_step(
         inputs[position].requires_grad_()
     for index in captured.buffers_made_to_require:
         parameters[index].requires_grad_()
-    late = (lambda: None) if reads is None else weakref.ref(reads)
-    call = _Call(step, late, weights=weights, plain=plain, keeping=keeping)
+    call = _Call(step, weakref.ref(reads) if reads else lambda: None, weights=weights, plain=plain, keeping=keeping)
     token = None
     for segment in reversed(step.segments):
         leaves = [*(parameters[i] for i in segment.parameters), *(inputs[i] for i in segment.inputs)]
         token = _SegmentNode.apply(call, segment, token, *leaves)
-    residents = [*parameters, *buffers, *inputs]
+    residents = [*map(may_be_saved, (*parameters, *buffers, *inputs))]
     written = [residents[position] for position in step.written]
     with undone_if_ended(captured, written) if step.may_end else nullcontext():
         outputs = _Head.apply(call, token, residents)

@@ -131,8 +131,10 @@ def can_pin(counts: Iterable[int], device: torch.device) -> bool:
 
 
 def may_be_sent(x: Tensor) -> bool:
-    """Whether a tensor covers its storage without gaps."""
-    if x.layout is not torch.strided or is_traceable_wrapper_subclass(x) or x.is_conj() or x.is_neg():
+    """Whether a tensor covers its storage without gaps, and counts its changes."""
+    if x.layout is not torch.strided or is_traceable_wrapper_subclass(x):
+        return False
+    if x.is_conj() or x.is_neg() or x.is_inference():
         return False
     dense: bool = torch.ops.aten.is_non_overlapping_and_dense.default(x)
     return dense and x.nbytes == x.untyped_storage().nbytes()

@@ -87,6 +87,38 @@ def calls_that_pytorch_records(model: nn.Module, called: nn.Module) -> Sequence[
     return found
 
 
+class Conditioned(Net):
+    """Adds to each layer's result what it is given, which plain PyTorch does not save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(AddsTo(layer) for layer in self.layers)
+
+    def forward(self, x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, condition)
+        return x
+
+
+class AddsTo(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x) + condition
+        return y.tanh()
+
+
+@a_loop(Conditioned)
+def a_condition_made_in_inference_mode(model: nn.Module, called: nn.Module) -> Sequence[torch.Tensor | None]:
+    for _ in range(2):
+        with torch.inference_mode():
+            condition = torch.randn(64, 16)
+        called(torch.randn(64, 16), condition).square().sum().backward()
+    return []
+
+
 class Checkpointed(Net):
     """Has checkpointing around its layers where that is switched on."""
 

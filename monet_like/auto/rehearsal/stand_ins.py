@@ -17,6 +17,7 @@ import torch.utils._pytree as pytree
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...capture.captured import Captured, Tensor, TensorMeta
+from ...capture.example_inputs import may_be_saved
 from ...capture.trees import taken_apart
 from ...replay.checks.one_pass import apart, refuse
 from ...replay.training_step import as_captured
@@ -223,10 +224,10 @@ class _Head(torch.autograd.Function):
         if rehearsal.kept is None:  # or else to watch them would be to keep them
             given, made = zip(captured.inputs, inputs, strict=True), zip(captured.outputs, outputs, strict=True)
             ends = [*given, *((tensor.value, result) for tensor, result in made)]
-            call.watched = {value: (tensor.detach(), tensor._version) for value, tensor in ends}
+            call.watched = {v: (own.detach(), own._version) for v, own in ends if not own.is_inference()}
         kept += [r for t, r in zip(captured.outputs, outputs, strict=True) if rehearsal.keeps(call.block, t.value)]
         results.clear()
-        ctx.save_for_backward(*(tensor.data for tensor in kept))  # the model may change them in place
+        ctx.save_for_backward(*(may_be_saved(tensor.data) for tensor in kept))  # the model may change them in place
         ctx.mark_non_differentiable(*(o for o, t in zip(outputs, captured.tangents, strict=True) if t is None))
         return outputs
 
