@@ -22,7 +22,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from ..capture.captured import Captured
-from ..capture.example_inputs import Example, device_of
+from ..capture.example_inputs import Example, device_of, version_of
 from ..capture.guards.side_effects import generators_restored
 from ..capture.replaced import replaced
 from ..capture.trace.alone import one_at_a_time, quiet
@@ -137,7 +137,7 @@ class _Part:
         assert self.block is not None
         self.calls.append(call)
         self.edges += _edges(self.block, example)
-        self.versions += [(tensor, tensor._version) for tensor in (*tensors_of(example), *tensors_of(result))]
+        self.versions += [(tensor, version_of(tensor)) for tensor in (*tensors_of(example), *tensors_of(result))]
 
     def forget(self) -> None:
         """Keep nothing of calls."""
@@ -272,7 +272,7 @@ class _Search:
         uses = _uses(result)
         for part in self.parts.values():
             differs = any(uses[edge] > 1 for edge in part.edges) or any(call.copied for call in part.calls)
-            changed = any(tensor._version != version for tensor, version in part.versions)
+            changed = any(version_of(tensor) != version for tensor, version in part.versions)
             if part.found and (differs or changed):
                 part.refused = self.left_out = True
             part.forget()

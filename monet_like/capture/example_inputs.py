@@ -97,6 +97,11 @@ def may_be_saved(tensor: torch.Tensor) -> torch.Tensor:
         return made.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was changed in place; 0 for one that was made in inference mode, which does not count it."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def is_for_shapes(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether a call gets tensors on meta or fake ones: nothing is computed, and no memory taken."""
     return any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors)

@@ -21,7 +21,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from ..capture.captured import Captured
-from ..capture.example_inputs import Example
+from ..capture.example_inputs import Example, version_of
 from ..capture.precision import autocast_as, autocast_name
 from ..capture.trace.answers import forward_undone
 from ..capture.trace.undone import default_generators
@@ -187,7 +187,7 @@ _State = tuple[list[tuple[int, int]], list[tuple[int, int]]]
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    return [(id(tensor), tensor._version) for tensor in tensors]
+    return [(id(tensor), version_of(tensor)) for tensor in tensors]
 
 
 def _read_and_changed(captured: Captured) -> frozenset[int]:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import monet_like
 from monet_like.errors import CaptureError, UsageError
+from monet_like.replay.stepping import Stepping
 
 
 class Layer(nn.Module):
@@ -266,6 +267,14 @@ def test_a_loop_trains_as_in_plain_pytorch(name: str, blocks: str | None) -> Non
     ours = trained(make, loop, blocks, "100%")
     assert all(type(a) is type(b) for a, b in zip(ours, plain, strict=True))
     torch.testing.assert_close(ours, plain, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("blocks", [None, "layers.*"], ids=["whole", "blocks"])
+def test_what_was_made_in_inference_mode_follows_the_schedule(
+    blocks: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Stepping, "_run_model", lambda *_: pytest.fail("it runs as plain PyTorch"))
+    trained(Conditioned, a_condition_made_in_inference_mode, blocks, "100%")
 
 
 def test_blocks_under_checkpointing_are_refused_in_words() -> None:

@@ -17,7 +17,7 @@ import torch.utils._pytree as pytree
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...capture.captured import Captured, Tensor, TensorMeta
-from ...capture.example_inputs import may_be_saved
+from ...capture.example_inputs import may_be_saved, version_of
 from ...capture.trees import taken_apart
 from ...replay.checks.one_pass import apart, refuse
 from ...replay.training_step import as_captured
@@ -224,7 +224,7 @@ class _Head(torch.autograd.Function):
         if rehearsal.kept is None:  # or else to watch them would be to keep them
             given, made = zip(captured.inputs, inputs, strict=True), zip(captured.outputs, outputs, strict=True)
             ends = [*given, *((tensor.value, result) for tensor, result in made)]
-            call.watched = {v: (own.detach(), own._version) for v, own in ends if not own.is_inference()}
+            call.watched = {v: (own.detach(), version_of(own)) for v, own in ends}
         kept += [r for t, r in zip(captured.outputs, outputs, strict=True) if rehearsal.keeps(call.block, t.value)]
         results.clear()
         ctx.save_for_backward(*(may_be_saved(tensor.data) for tensor in kept))  # the model may change them in place
@@ -234,7 +234,7 @@ class _Head(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         call: RehearsedCall = ctx.call
-        call.changed |= {value for value, (tensor, version) in call.watched.items() if tensor._version != version}
+        call.changed |= {value for value, (tensor, version) in call.watched.items() if version_of(tensor) != version}
         call.watched.clear()
         given = [*ctx.saved_tensors]
         ctx.maybe_clear_saved_tensors()

@@ -12,6 +12,8 @@ from monet_like.auto.fits.pieces import Capturing
 from monet_like.auto.fits.question import read_question
 from monet_like.auto.fits.step import pinned_bytes
 from monet_like.auto.fits.table import Fits
+from monet_like.ir.schedule import Schedule
+from monet_like.ir.step import Point
 from monet_like.ir.units import format_bytes
 from monet_like.models import Decoder, Shape, add_adapters
 from monet_like.profile.devices import DEVICES
@@ -62,17 +64,22 @@ def test_they_are_those_that_a_plan_of_blocks_streams(quant: str) -> None:
     assert not any(found.values()), "only layers are blocks"
     if not quant:
         on_host = [sum(host_bytes(weight.bytes, torch.device("cuda")) for weight in own) for own in weights]
-        assert on_host == [ON_HOST] * 8 and pinned_bytes(pieces) == (*on_host, 0), "the head is trained as it is"
+        streams = [Point(Schedule((), (), ()), 0.0, 0, 0, 0, 0, ahead=1)] * len(pieces.trained)
+        assert on_host == [ON_HOST] * 8 and pinned_bytes(pieces, streams) == sum(on_host), (
+            "the head is trained as it is"
+        )
 
 
 @pytest.mark.slow
 def test_nothing_is_on_the_host_that_fits_the_card(whole: Fits) -> None:
     ours, host = whole.row("small", "ours"), whole.row("small", "host")
-    assert host == replace(ours, way="host", largest=host.largest)
+    assert host == replace(ours, way="host", largest=host.largest, largest_host_bytes=host.largest_host_bytes)
     assert host.largest is not None and ours.largest is not None and host.largest > ours.largest
     ((*_, cell, _, largest),) = whole.table()[1]
     assert cell == "not needed"
-    assert largest.endswith(f"{ours.largest} / {host.largest}")
+    assert host.largest_host_bytes and not ours.largest_host_bytes
+    there = format_bytes(host.largest_host_bytes)
+    assert largest.endswith(f"{ours.largest} / {host.largest} ({there} of the host)")
 
 
 @pytest.mark.slow
