@@ -197,7 +197,7 @@ class KeptSteps:
         """Serve no more calls of a form; backwards of earlier ones may still come."""
         self._dropped += self._steps.pop(key, [])
 
-    def key_of(self, kept: KeptStep) -> Any:
+    def key_of(self, kept: KeptStep | None) -> Any:
         """The key under which a step is kept; None if it no longer is."""
         return next((key for key, steps in self._steps.items() if kept in steps), None)
 

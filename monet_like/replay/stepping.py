@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -114,17 +114,16 @@ class Stepping(StandIn):
             except NotRepeated as error:
                 if self._on_new_input == "error":
                     raise
-                with self._lock:
-                    key = self._kept.key_of(kept) or str(error)
-                    self._kept.drop(key)  # or each call would begin by it
-                    self._run_plain(key, error, input_specs(args, kwargs))
+                self._leave(kept, error, (args, kwargs))
                 return self._run_model(*args, **kwargs)
             except (torch.OutOfMemoryError, _StopRecomputationError):  # the latter ends a checkpoint around the call
                 raise
-            except Exception:  # of an operator, such as an index that is out of range
+            except Exception as error:  # of an operator, such as an index that is out of range
                 if plain is None or not plain.undone():
                     raise
-                return self._run_model(*args, **kwargs)  # raises it when all before it is done
+                result = self._run_model(*args, **kwargs)  # raises it when all before it is done
+                self._leave(kept, error, (args, kwargs))
+                return result
             self._begun = True
             out_of_memory.enters(out_of_memory.BETWEEN)
             return result
@@ -256,16 +255,17 @@ class Stepping(StandIn):
         """What repeats a call for a backward that its schedule cannot do; None: such a backward is an error."""
         if self._on_new_input == "error" or self._streamed is not None:
             return None
-        here, there = weakref.ref(self), weakref.ref(kept)
-
-        def instead(reason: UsageError, given: Example) -> None:
-            wrapper: Any = here()
-            with wrapper._lock:
-                if (key := wrapper._kept.key_of(there())) is not None:
-                    wrapper._kept.drop(key)
-                    wrapper._run_plain(key, reason, input_specs(*given))
-
+        here: Any = weakref.ref(self)
+        there = weakref.ref(kept)
+        instead: Callable[..., None] = lambda reason, given: here()._leave(there(), reason, given)  # noqa: E731
         return PlainCall(self._model, kept, leaves, spec, instead)
+
+    def _leave(self, kept: KeptStep | None, reason: Exception, given: Example) -> None:
+        """Have calls of the form of a step run as the plain model from now on, with one warning."""
+        with self._lock:
+            if (key := self._kept.key_of(kept)) is not None:
+                self._kept.drop(key)  # or each call would begin by it
+                self._run_plain(key, reason, input_specs(*given))
 
     def _tells_of(self, inputs: tuple[InputSpec, ...]) -> bool:
         """Whether to warn of calls with such inputs; not so of each of many equal blocks."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import monet_like
 from monet_like.errors import CaptureError, UsageError
+from monet_like.replay import stepping
 from monet_like.replay.stepping import Stepping
 
 
@@ -275,6 +277,34 @@ def test_what_was_made_in_inference_mode_follows_the_schedule(
 ) -> None:
     monkeypatch.setattr(Stepping, "_run_model", lambda *_: pytest.fail("it runs as plain PyTorch"))
     trained(Conditioned, a_condition_made_in_inference_mode, blocks, "100%")
+
+
+@pytest.mark.parametrize("blocks", [None, "layers.*"], ids=["whole", "blocks"])
+def test_a_step_that_fails_where_plain_pytorch_does_not_is_told_of(
+    blocks: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once: later calls of its form are plain PyTorch's from the start."""
+    torch.manual_seed(0)
+    model, x, calls = Net(), torch.randn(64, 16), []
+    plain = copy.deepcopy(model)
+    called: Any = monet_like.auto_schedule(
+        model, x, memory_budget="100%", exact=True, effort="quick", blocks=blocks, on_new_input="plan"
+    )
+
+    def broken(*given: Any) -> None:
+        calls.append(given)
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(stepping, "run_step", broken)
+    with pytest.warns(UserWarning, match="runs as plain PyTorch .*RuntimeError: a fault of ours"):
+        called(x).square().sum().backward()
+    count = len(calls)
+    called(x).square().sum().backward()
+    assert count == len(calls) == (2 if blocks else 1)
+    for _ in range(2):
+        plain(x).square().sum().backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
 
 
 def test_blocks_under_checkpointing_are_refused_in_words() -> None:
