@@ -264,7 +264,7 @@ def changed(content: Any, name: str) -> Any:
     elif name == "wrong schedule":
         content["pieces"][0] = len(content["points"])
     elif name == "wrong value":
-        (shared,) = (field for field in content["points"][0] if isinstance(field, list))
+        shared, _ = (field for field in content["points"][0] if isinstance(field, list))  # the other: what is offloaded
         shared[:] = [100_000]
     else:
         content["points"][0][2] = "12"

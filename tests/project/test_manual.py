@@ -94,7 +94,9 @@ def test_the_tutorial_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
                 shown += 1
     assert (ran, shown) == (6, 10)
     written = set(load_plain((tmp_path / "net.pkl").read_bytes(), tmp_path / "net.pkl"))
-    described("Schedule files", written | {"attention", "optimizer_in_backward"})  # left out where they say nothing
+    described(
+        "Schedule files", written | {"attention", "optimizer_in_backward", "offloaded"}
+    )  # left out where they say nothing
     (profile,) = cache_folder().glob("profile_*.json")
     described("Profiles", set(json.loads(profile.read_text())))
     assert isinstance(Profile.load(profile).costs, dict) and ScheduleRecord.load(tmp_path / "net.pkl").gap is not None

@@ -35,8 +35,7 @@ class RehearsedCall:
         inputs: by value, the storage of each input that was computed and has a gradient.
         made: the storages of its results.
         held: inputs that exist when a backward begins.
-        watched: inputs and results by value, each with its version when the forward ended.
-        changed: those of them that something has changed in place since then, when the backward begins.
+        changed: inputs and results that something has changed in place when the backward begins.
         saved: inputs that the stand-in holds.
         results: results that it holds, by value.
         gradients: incoming gradients, by value; empty before the backward.
@@ -49,7 +48,6 @@ class RehearsedCall:
     inputs: Mapping[int, StorageWeakRef] = field(default_factory=dict)
     made: frozenset[StorageWeakRef] = frozenset()
     held: set[int] = field(default_factory=set)
-    watched: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
     changed: frozenset[int] = frozenset()
     saved: list[torch.Tensor] = field(default_factory=list)
     results: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -221,10 +219,11 @@ class _Head(torch.autograd.Function):
         kept = [t for v, t in zip(captured.inputs, inputs, strict=True) if rehearsal.keeps(call.block, v)]
         ctx.of = [t.value for t in captured.outputs if rehearsal.keeps(call.block, t.value)]
         outputs = tuple(results)
+        ctx.watched = {}
         if rehearsal.kept is None:  # or else to watch them would be to keep them
             given, made = zip(captured.inputs, inputs, strict=True), zip(captured.outputs, outputs, strict=True)
             ends = [*given, *((tensor.value, result) for tensor, result in made)]
-            call.watched = {v: (own.detach(), version_of(own)) for v, own in ends}
+            ctx.watched = {v: (own.detach(), version_of(own)) for v, own in ends}
         kept += [r for t, r in zip(captured.outputs, outputs, strict=True) if rehearsal.keeps(call.block, t.value)]
         results.clear()
         ctx.save_for_backward(*(may_be_saved(tensor.data) for tensor in kept))  # the model may change them in place
@@ -234,8 +233,8 @@ class _Head(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         call: RehearsedCall = ctx.call
-        call.changed |= {value for value, (tensor, version) in call.watched.items() if version_of(tensor) != version}
-        call.watched.clear()
+        call.changed |= {value for value, (tensor, version) in ctx.watched.items() if version_of(tensor) != version}
+        ctx.watched = {}
         given = [*ctx.saved_tensors]
         ctx.maybe_clear_saved_tensors()
         count = len(given) - len(ctx.of)
