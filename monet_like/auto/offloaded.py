@@ -15,7 +15,7 @@ from ..profile.rates import host_rate
 from ..runtime.frozen_weights import available_bytes
 from ..runtime.offload import can_pin
 from ..runtime.offloaded_calls import OffloadedCalls
-from .agreement import gathered
+from .agreement import gathered, processes
 from .kept_plans import KeptPlan
 from .planning import Settings
 from .rehearsal.memory import Blocks, StepMemory
@@ -58,6 +58,8 @@ def room_on_host(of: Blocks, step: Step, settings: Settings) -> int:
     admits = device_of(of.model).type == "cuda" or OFFLOAD in parse_mode(settings.mode)
     if not admits or with_offloads(step) is None:
         return 0
+    if settings.sharing == "alone":  # how many of the others are on this host it does not ask
+        return int(ROOM * available_bytes() / processes())
     every = gathered([platform.node(), available_bytes()], settings.sharing)
     names = [name for name, _ in every]
     return min(int(ROOM * count / names.count(name)) for name, count in every)
