@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..ir.display import short_repr
 from ..ir.program import Call, Program, Ref, Task, refs
+from ..ops.memory_layout import is_dense
 from ..ops.sync_batch_norm import COMMUNICATING
 from .annotations import Mark
 from .constants import Constants
@@ -87,13 +88,7 @@ class TensorMeta:
     @property
     def covers_storage(self) -> bool:
         """Whether the elements lie in the storage from its start on, without gaps or overlap."""
-        elements = 1
-        for extent, stride in sorted(zip(self.shape, self.stride, strict=True), key=lambda pair: pair[1]):
-            if extent > 1:
-                if stride != elements:
-                    return False
-                elements *= extent
-        return self.offset == 0
+        return self.offset == 0 and is_dense(self.shape, self.stride)
 
     @property
     def contiguous(self) -> bool:

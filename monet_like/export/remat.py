@@ -21,10 +21,10 @@ from torch import nn
 from ..capture.layers import layers_of
 from ..compiler.prepared import Prepared
 from ..compiler.request import Request
-from ..errors import ScheduleFileError, UsageError
+from ..errors import UsageError
 from ..files import write_atomically
 from ..ir.defaults import SOLVER
-from ..ir.json_fields import headed, read_as, read_headed
+from ..ir.json_fields import headed, read_file_as
 from ..ir.schedule_file import ScheduleRecord
 from ..ir.units import format_bytes, format_seconds
 from .checkpointed import Item, StepOfRegions
@@ -87,11 +87,7 @@ class RematPlan(Predictions):
         Raises:
             ScheduleFileError: it is unreadable or none of these.
         """
-        content = read_headed(path, "remat plan", FORMAT, (VERSION,), "write it again")
-        try:
-            return read_as(content, RematPlan)
-        except ValueError as error:
-            raise ScheduleFileError(f"{path} is no remat plan of monet_like: {error}; write it again") from error
+        return read_file_as(path, RematPlan, "remat plan", FORMAT, VERSION, "write it again")
 
     def __repr__(self) -> str:
         saved = ", ".join(region.name for region in self.regions) or "nothing"

@@ -17,9 +17,8 @@ import torch
 from torch import fx, nn
 
 from ..capture.example_inputs import Example
-from ..errors import ScheduleFileError
 from ..files import write_atomically
-from ..ir.json_fields import headed, read_as, read_headed
+from ..ir.json_fields import headed, read_file_as
 from ..ir.schedule import Schedule
 from ..replay.verify.steps import train_step
 from .planned_graph import PlannedGraph, graph_key
@@ -104,11 +103,7 @@ def read_plan(path: Path) -> CompilePlan:
     Raises:
         ScheduleFileError: it is unreadable or none of these.
     """
-    content = read_headed(path, "compile plan", FORMAT, (VERSION,), "export it again")
-    try:
-        return read_as(content, CompilePlan)
-    except ValueError as error:
-        raise ScheduleFileError(f"{path} is no compile plan of monet_like: {error}; export it again") from error
+    return read_file_as(path, CompilePlan, "compile plan", FORMAT, VERSION, "export it again")
 
 
 def plan_model(

@@ -51,6 +51,19 @@ def read_headed(path: Path, what: str, form: str, versions: Sequence[int], advic
     return content
 
 
+def read_file_as(path: Path, kind: type[_Read], what: str, form: str, version: int, advice: str) -> _Read:
+    """A JSON file as what ``kind`` says; arguments as of `read_headed`.
+
+    Raises:
+        ScheduleFileError: it is unreadable or no such file.
+    """
+    content = read_headed(path, what, form, (version,), advice)
+    try:
+        return read_as(content, kind)
+    except ValueError as error:
+        raise ScheduleFileError(f"{path} is no {what} of monet_like: {error}; {advice}") from error
+
+
 def read_as(content: Any, kind: type[_Read]) -> _Read:
     """Builtins that were read from a file as what ``kind`` says, such as a dataclass; other fields than its own are
     left out.
