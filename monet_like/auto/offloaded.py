@@ -68,7 +68,7 @@ def room_on_host(of: Blocks, step: Step, settings: Settings) -> int:
 def lone_in_all(memory: StepMemory, settings: Settings) -> Lone:
     """`lone_inputs` that are so in all processes."""
     blocks = range(len(memory.of.blocks))
-    found = memory.rehearsed([()] * len(blocks)).lone
+    found = memory.least().lone
     mine = [[[value, sorted(makers)] for value, makers in sorted(found.get(n, {}).items())] for n in blocks]
     every: list[Any] = gathered(mine, settings.sharing)
     return {n: {v: makers for v, makers in every[0][n] if all([v, makers] in own[n] for own in every)} for n in blocks}

@@ -1,4 +1,4 @@
-"""What calls of a model's blocks keep for their backward, on the host meanwhile.
+"""Keeps what calls of a model's blocks need for their backward: on the host meanwhile, or as a copy.
 
 The values of a call leave when its forward has ended, while the next block's forward runs; when that has ended, the
 device waits for the copies and lets go of the values. They come back while the backward of the call after it runs, for

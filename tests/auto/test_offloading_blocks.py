@@ -21,6 +21,8 @@ from monet_like.auto.block import blocks_of
 from monet_like.auto.block_calls import CallPlans
 from monet_like.errors import InfeasibleError, MonetError
 from monet_like.runtime import offloaded_calls
+from monet_like.runtime.frozen_weights import host_bytes
+from monet_like.runtime.offload import host_parts
 from monet_like.runtime.offloaded_calls import OffloadedCalls
 
 OPTIONS: dict[str, Any] = {"mode": f"{EXACT}_offload", "loss": loss_of, "effort": "quick", "blocks": "layers.*"}
@@ -251,6 +253,16 @@ def test_an_input_that_others_hold_is_not_offloaded(monkeypatch: pytest.MonkeyPa
     model = monet_like.auto_schedule(Kept(), X, memory_budget="90%", **OPTIONS)
     assert [len(own) for own in found[0].values()] == [1, 0, 0, 0]  # the embedding's result
     assert_same_step(Kept(), model, X)
+
+
+@pytest.mark.parametrize("count", [1, 2**20, 2**20 + 1, 3 * 2**16, 2**24 - 1, 123_456_789])
+def test_parts_of_pinned_memory_are_powers_of_two_and_little_is_wasted(count: int) -> None:
+    """PyTorch rounds each part up to a power of two; on a CPU there is one part."""
+    *whole, last = parts = host_parts(count, torch.device("cuda"))
+    assert sum(parts) == count and len(parts) <= 4
+    assert all(part == host_bytes(part, torch.device("cuda")) for part in whole)
+    assert sum(host_bytes(part, torch.device("cuda")) for part in (*whole, last)) <= count * 16 / 15
+    assert host_parts(count, torch.device("cpu")) == [count]
 
 
 def test_a_value_that_is_changed_while_it_leaves_is_an_error_as_in_plain_pytorch() -> None:

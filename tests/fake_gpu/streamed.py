@@ -266,7 +266,7 @@ def offloaded(fault: str) -> dict[str, Any]:
 
 def offloading_blocks(fault: str) -> dict[str, Any]:
     """Steps of a decoder whose blocks offload what they carry, with a fault of `watch_waits` or ``none``."""
-    model, x = Decoder(blocks=12, width=64).to(CUDA), tokens(16, 64).to(CUDA)
+    model, x = Decoder(blocks=12, width=64).to(CUDA), tokens(12, 64).to(CUDA)  # sizes in several parts
     model = monet_like.auto_schedule(model, x, memory_budget="50%", **OPTIONS)
     plan = monet_like.block_plan(model)
     assert plan is not None

@@ -138,6 +138,7 @@ class StepMemory:
 
     def _begin(self) -> None:
         """Keep what rehearsals may change, and run a step once that was given."""
+        self._least: Rehearsed | None = None
         self.resident_bytes = _resident_bytes(self.of.model, self.whole.example, self._optimizer, self.device)
         self._before = self._state = self._now(self.whole.run)
         self._first_end_bytes: int | None = None
@@ -200,6 +201,12 @@ class StepMemory:
         step = replace(step, streaming=self.streaming, host_bytes=self.host_bytes)
         return Rehearsed(step, held_values(events, stretches), changed_values(events), lone_inputs(events))
 
+    def least(self) -> Rehearsed:
+        """A rehearsal in which blocks keep none of their inputs and results; made once."""
+        if self._least is None:
+            self._least = self.rehearsed([()] * len(self.of.blocks))
+        return self._least
+
     def step_with(self, points: Iterable[Point]) -> Step:
         """The step, rehearsed with blocks that keep what these points keep."""
         return self.rehearsed([point.shared for point in points]).step
@@ -208,7 +215,7 @@ class StepMemory:
         """The step of a rehearsal with bases that no schedules make smaller: blocks keep none of their inputs and
         results.
         """
-        least = self.rehearsed([()] * len(self.of.blocks)).step
+        least = self.least().step
         if [moment.what for moment in first.moments] != [moment.what for moment in least.moments]:
             raise UsageError(
                 f"the training step of {type(self.of.model).__name__} runs its blocks differently in each rehearsal, "
