@@ -28,7 +28,7 @@ class MonetError(Exception):
     Attributes:
         plain_peak_bytes: that plain PyTorch's step needs as predicted, where a plan failed and this is known.
         smallest_bytes: a budget for which a schedule is known, where a plan failed.
-        smallest: that schedule; another search may not find it again.
+        smallest: that schedule, or the `KeptPlan` of blocks; another search may not find it again.
         found_for: the prepared program of that schedule.
     """
 

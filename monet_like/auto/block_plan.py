@@ -16,7 +16,7 @@ from ..capture.example_inputs import device_of
 from ..capture.trace.alone import one_at_a_time
 from ..compiler.prepared import Prepared
 from ..compiler.progress import Progress, announce
-from ..errors import ScheduleFileError, warn_caller
+from ..errors import InfeasibleError, ScheduleFileError, warn_caller
 from ..ir.schedule import Schedule
 from ..ir.schedule_file import ScheduleRecord
 from ..ir.step import Moment, Point, Step, bytes_on_host, moments_of, peak_of, seconds_of
@@ -29,7 +29,7 @@ from ..profile.card_budget import on_card
 from ..profile.devices import device_name
 from ..profile.settings import settings_digest
 from ..replay.wrapper import ScheduleWrapper
-from .agreement import all_agree, all_do, gathered, planned_by, processes
+from .agreement import Sharing, all_agree, all_do, gathered, planned_by, processes
 from .block_menus import (
     MENUS_SHARE,
     Deadline,
@@ -102,22 +102,25 @@ def _planned_with(
     first = replace(first, step=replace(first.step, streaming=memory.streaming, host_bytes=memory.host_bytes))
     link = link_rate(of, memory.host_bytes, settings)
     key = _key(of, kinds, first.step, memory, settings)
-    found = planned_by(partial(_kept_content, of, first.step, key, settings), sharing)
-    answer = None
-    if all_agree(bool(found), sharing):
-        reused = _reused(KeptPlan.of_content(found, "the plan"), memory)
-        answer = reused if all_agree(reused is not None, sharing) else None
-    how = "" if answer is None else f"reused, planned on {answer[0].planned}"
+    answer, how = _kept_before(of, memory, first.step, key, settings), ""
     if answer is None:
         if key.refines(settings):
             settings = replace(settings, effort="full")
-        answer = _planned(of, memory, first.step, kinds, settings, progress, link)
-        new = answer[0]
-        if new.status != "searched" and any(new.records):  # else the solver may do better at the next start
-            key.keep(new, quick=settings.quick, sharing=sharing)
-        later = REFINED if settings.quick and settings.refines else ""
-        how = f"planned in {format_seconds(time.monotonic() - started)}{later}"
+        try:
+            answer = _planned(of, memory, first.step, kinds, settings, progress, link)
+        except InfeasibleError as error:
+            if isinstance(error.smallest, KeptPlan):
+                named = replace(settings, budget=Budget(error.smallest.budget_bytes))
+                _keep(_key(of, kinds, first.step, memory, named), error.smallest, quick=True, sharing=sharing)
+            answer = _kept_before(of, memory, first.step, key, replace(settings, effort="quick"))
+            if answer is None:
+                raise
+        else:
+            _keep(key, answer[0], quick=settings.quick, sharing=sharing)
+            later = REFINED if settings.quick and settings.refines else ""
+            how = f"planned in {format_seconds(time.monotonic() - started)}{later}"
     kept, moments, reason = answer
+    how = how or f"reused, planned on {kept.planned}"
     moments = tuple((name, count + kept.cublas_bytes) for name, count in moments)
     moment, peak = max(moments, key=lambda entry: entry[1])
     if not all_agree(can_offload(of, first.step, kept), sharing):
@@ -161,6 +164,22 @@ def _key(of: Blocks, kinds: Sequence[Kind | None], first: Step, memory: StepMemo
         (device_name(device), settings_digest(device)),
         processes() if settings.sharing == "same" else 1,
     )  # fmt: skip
+
+
+def _keep(key: StepKey, plan: KeptPlan, *, quick: bool, sharing: Sharing) -> None:
+    """Write a plan into the cache, unless the solver may do better at the next start."""
+    if plan.status != "searched" and any(plan.records):
+        key.keep(plan, quick=quick, sharing=sharing)
+
+
+def _kept_before(of: Blocks, memory: StepMemory, first: Step, key: StepKey, settings: Settings) -> Answer | None:
+    """The plan in the cache, where it is there in all processes, fits, and needs what it did."""
+    sharing = settings.sharing
+    found = planned_by(partial(_kept_content, of, first, key, settings), sharing)
+    if not all_agree(bool(found), sharing):
+        return None
+    reused = _reused(KeptPlan.of_content(found, "the plan"), memory)
+    return reused if all_agree(reused is not None, sharing) else None
 
 
 def _kept_content(of: Blocks, first: Step, key: StepKey, settings: Settings) -> Any:
@@ -282,6 +301,9 @@ def _planned(
     """Plan: a menu for each kind of block, and one choice for all.
 
     Where nothing of menus for other sizes fits, new ones are found.
+
+    Raises:
+        InfeasibleError: nothing fits; says what would. ``smallest``: the `KeptPlan` that would.
     """
     return settings.earlier.tried(
         partial(_planned_by_menus, of, memory, first, kinds, settings, progress, link), settings.sharing
@@ -299,16 +321,25 @@ def _planned_by_menus(
     plain_peak = plain_choice.peak_bytes
     budget = settings.budget.of(plain_peak + cublas)
     pick = partial(planner.pick, memory.least_step(first), budget - cublas)
-    best = _chosen(memory, first, pick, budget - cublas, settings, plain_choice, cublas)
-    bound = planned_by(partial(planner.bound, best), sharing)
-    contents = planned_by(partial(planner.records, None if best is plain_choice else best.points), sharing)
-    records = tuple(ScheduleRecord.of_content(content, "the plan") if content else None for content in contents)
-    kept = KeptPlan(
-        datetime.date.today().isoformat(), budget, best.peak_bytes + cublas, plain_peak + cublas, plain_choice.seconds,
-        cublas,
-        len({kind.program for kind in kinds if kind}), most_of_rest(first), best.points, records, best.status, bound,
-    )  # fmt: skip
-    return kept, best.moments, best.reason
+    best = _chosen(memory, first, pick, budget - cublas, settings, plain_choice)
+
+    def kept(budget_bytes: int, bound_seconds: float) -> KeptPlan:
+        contents = planned_by(partial(planner.records, None if best is plain_choice else best.points), sharing)
+        records = tuple(ScheduleRecord.of_content(content, "the plan") if content else None for content in contents)
+        return KeptPlan(
+            datetime.date.today().isoformat(), budget_bytes, best.peak_bytes + cublas, plain_peak + cublas,
+            plain_choice.seconds, cublas, len({kind.program for kind in kinds if kind}), most_of_rest(first),
+            best.points, records, best.status, bound_seconds,
+        )  # fmt: skip
+
+    counted = replace(best, peak_bytes=best.peak_bytes + cublas)
+    more = why_not_more(memory.of, memory.streaming)
+    try:
+        all_do(partial(counted.check_fits, budget, settings.solver, more), sharing)
+    except InfeasibleError as error:
+        error.smallest = kept(counted.peak_bytes, 0.0)
+        raise
+    return kept(budget, planned_by(partial(planner.bound, best), sharing)), best.moments, best.reason
 
 
 def _choice(step: Step, points: tuple[Point, ...], status: ChoiceStatus = "feasible", reason: str = "") -> Choice:
@@ -318,10 +349,10 @@ def _choice(step: Step, points: tuple[Point, ...], status: ChoiceStatus = "feasi
 
 
 def _chosen(
-    memory: StepMemory, first: Step, pick: Callable[..., Any], budget_bytes: int, settings: Settings, plain: Choice,
-    beside: int
-) -> Choice:  # fmt: skip
-    """The fastest points that fit, with the peak of a step in which blocks keep exactly what these points keep.
+    memory: StepMemory, first: Step, pick: Callable[..., Any], budget_bytes: int, settings: Settings, plain: Choice
+) -> Choice:
+    """The fastest points that fit, with the peak of a step in which blocks keep exactly what these points keep; those
+    with the lowest peak where none fit.
 
     The first choice is made as if blocks kept all inputs and results, which is never less than they do; the next as if
     they kept what the choice before keeps. Each choice is judged by a rehearsal of its own.
@@ -329,10 +360,6 @@ def _chosen(
     Args:
         pick: `_Planner.pick`, given moments and the best choice.
         plain: blocks without schedules, which are taken if nothing else fits.
-        beside: bytes of the budget that are not among ``budget_bytes``, for errors.
-
-    Raises:
-        InfeasibleError: nothing fits; says what would.
     """
     step, picked = first, None
     best: Choice | None = None
@@ -352,11 +379,7 @@ def _chosen(
     assert least is not None
     if best is None and plain.peak_bytes <= budget_bytes:
         best = plain
-    chosen = best or min(least, plain, key=lambda choice: choice.peak_bytes)
-    counted = replace(chosen, peak_bytes=chosen.peak_bytes + beside)
-    more = why_not_more(memory.of, memory.streaming)
-    all_do(partial(counted.check_fits, budget_bytes + beside, settings.solver, more), settings.sharing)
-    return chosen
+    return best or min(least, plain, key=lambda choice: choice.peak_bytes)
 
 
 def _tell(of: Blocks, plan: BlockPlan, how: str, verbose: bool | None) -> None:

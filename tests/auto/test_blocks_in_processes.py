@@ -24,7 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import monet_like
-from monet_like.auto import block_plan
+from monet_like.auto import block_plan, offloaded
 from monet_like.auto.block import blocks_of
 from monet_like.auto.rehearsal.memory import _resident_bytes
 from monet_like.errors import InfeasibleError, UsageError
@@ -111,9 +111,19 @@ def _offloading(rank: int) -> None:
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     options = {**OPTIONS, "mode": f"{EXACT}_offload", "blocks": "layers.*"}
     plain = Decoder(Layer, 6)
-    with pytest.raises(InfeasibleError) as least:
-        train(sharded(monet_like.auto_schedule(copy.deepcopy(plain), memory_budget=1, **options)), batch_of(rank))
-    budget = int(1.02 * (least.value.smallest_bytes or 0))
+
+    def least_bytes() -> int:
+        with pytest.raises(InfeasibleError) as error:
+            train(sharded(monet_like.auto_schedule(copy.deepcopy(plain), memory_budget=1, **options)), batch_of(rank))
+        assert error.value.smallest_bytes is not None
+        return error.value.smallest_bytes
+
+    with_offloads = least_bytes()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offloaded, "ROOM", 0.0)
+        without = least_bytes()
+    assert with_offloads < 0.9 * without
+    budget = (with_offloads + without) // 2
     mine = monet_like.auto_schedule(copy.deepcopy(plain), memory_budget=budget, **options)
     plain, mine, x = sharded(plain), sharded(mine), batch_of(rank)
     for seed in range(2):

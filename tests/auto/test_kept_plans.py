@@ -392,6 +392,26 @@ def test_the_budget_that_an_error_names_has_the_plan_that_was_found(
         started(named - 1)
 
 
+@pytest.mark.parametrize("effort", ["quick", pytest.param("auto", marks=pytest.mark.slow)])
+def test_the_budget_that_an_error_of_blocks_names_has_its_plan(effort: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another search may find none within it, in this process or at the next start."""
+    with pytest.raises(InfeasibleError, match="with the smallest that were found") as refused:
+        planned(Decoder(blocks=1), "10%", effort=effort)
+    named = refused.value.smallest_bytes
+    assert named is not None
+
+    def fails(*args: Any) -> Any:
+        raise InfeasibleError("this search finds nothing")
+
+    monkeypatch.setattr(block_plan, "menus_of", fails)
+    for _ in range(2):
+        plan = monet_like.block_plan(planned(Decoder(blocks=1), named, effort=effort))
+        assert plan is not None and plan.peak_bytes == plan.budget_bytes == named
+        monkeypatch.setattr(kept_plans, "_planned_here", set())  # as another process
+    with pytest.raises(InfeasibleError, match="this search finds nothing"):
+        planned(Decoder(blocks=1), named - 1, effort=effort)
+
+
 def test_the_budget_that_a_search_names_has_its_plan() -> None:
     """The schedule of an error is one of the program that was planned, also where ways of it were left out."""
     model, x = Wide(), torch.randn(512, 64)
