@@ -275,6 +275,13 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
 
 
+def let_go_of_tensors(mode: FakeTensorMode) -> None:
+    """Have a mode refer to no real tensor any more, not even weakly: `torch.utils.swap_tensors`, which ``.to()`` may
+    call, refuses tensors that something refers to.
+    """
+    mode.fake_tensor_converter.meta_converter.describer.lookup_tensor.clear()
+
+
 _of_thread = threading.local()
 
 

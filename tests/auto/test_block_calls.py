@@ -5,6 +5,7 @@ bit by bit.
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -281,6 +282,27 @@ def test_changes_between_calls(change: Callable[[Any], object]) -> None:
         Decoder(blocks=2),
         [(first, tokens()), (change, tokens()), (nothing, tokens()), (nothing, tokens(1, 32)), (nothing, tokens(4, 1))],
     )
+
+
+def swapped_to_float64(model: Any) -> None:
+    """As ``.to()`` does with tensors that consist of others, which sharded and some quantised parameters are."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.parametrize("blocks", ["layers.*", None], ids=["blocks", "whole"])
+def test_parameters_can_be_swapped_after_a_step(blocks: str | None) -> None:
+    """PyTorch refuses to swap a tensor that something refers to, be it weakly, and be it garbage."""
+    gc.collect()
+    gc.disable()
+    try:
+        changes = [(nothing, tokens()), (swapped_to_float64, tokens()), (nothing, tokens())]
+        scheduled(Decoder(blocks=2), changes, "100%", blocks=blocks, loss=loss_of if blocks else None)
+    finally:
+        gc.enable()
 
 
 class Dropped(Decoder):

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from ...capture.captured import TensorMeta, fake_mode
+from ...capture.captured import TensorMeta, fake_mode, let_go_of_tensors
 from ...capture.example_inputs import Example, each_once
 from ...capture.guards.objects import is_library
 from ...capture.replaced import replaced
@@ -110,8 +110,11 @@ def outside(example: Example) -> Iterator[Example]:
     """
     mode = fake_mode()
     _Counting.left.append(weakref.ref(mode))  # its tensors hold it
-    with replaced(_Counting, now=None), _disable_current_modes():
-        yield copied(example, mode)
+    try:
+        with replaced(_Counting, now=None), _disable_current_modes():
+            yield copied(example, mode)
+    finally:
+        let_go_of_tensors(mode)
 
 
 def copied(example: Example, mode: FakeTensorMode) -> Example:

@@ -13,7 +13,7 @@ from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ...capture.captured import allocated_bytes, fake_mode
+from ...capture.captured import allocated_bytes, fake_mode, let_go_of_tensors
 from ...capture.example_inputs import Example, device_of
 from ...capture.guards.side_effects import generators_restored
 from ...capture.resident import parts_of, resident_parts
@@ -178,6 +178,8 @@ class StepMemory:
         """Put back also what the first run of a step has left behind."""
         if self._state is not self._before:
             self._before.put_back()
+        if self._fakes is not None:
+            let_go_of_tensors(self._fakes)
 
     def rehearsed(self, kept: Sequence[Collection[int]] | None) -> Rehearsed:
         """Rehearse the step.

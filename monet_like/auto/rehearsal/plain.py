@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ...capture.captured import Captured, fake_mode
+from ...capture.captured import Captured, fake_mode, let_go_of_tensors
 from ...capture.guards.side_effects import generators_restored
 from ...capture.precision import autocast_as
 from ...capture.trees import tensors_of
@@ -48,16 +48,17 @@ def plain_peak(request: Request, captured: Captured) -> int | None:
             own.backward(loss)
         return result, loss
 
-    state = State([model, request.example], memory=False)
+    state, mode = State([model, request.example], memory=False), fake_mode()
     try:
         with generators_restored(device), without_saved_tensors_hooks():
             without_hooks(model)
             for parameter in model.parameters():
                 parameter.grad = None
-            stretches = fake_stretches(step, fake_mode(), device, captured.answers)
+            stretches = fake_stretches(step, mode, device, captured.answers)
     except NotOnFakes:
         return None
     finally:
         state.put_back()
+        let_go_of_tensors(mode)
     resident = captured.program.resident_bytes + request.optimizer_bytes - 2 * sum(made)
     return resident + max(stretch.peak_bytes for stretch in stretches)

@@ -9,16 +9,28 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 _GRAD_FN: Any = vars(torch._C.TensorBase)["grad_fn"].__get__
 #: The modules that call the model in a trace. They import this one, so it knows them by name.
 TRACING = frozenset({f"monet_like.capture.trace.{name}" for name in ("flat_module", "joint", "answers")})
+#: The modules of the classes that PyTorch's tracer makes modules of.
+_TRACERS = frozenset({"torch.fx.graph_module", "torch.nn.modules.module"})
 _STORES = frozenset({"STORE_ATTR", "STORE_GLOBAL", "STORE_NAME"})
+
+
+def is_tracers(module: nn.Module, read: Set[str]) -> bool:
+    """Whether PyTorch's tracer has made a module for itself, which would keep all of the trace alive.
+
+    Args:
+        read: attributes that were read of it, among them those that its creation reads.
+    """
+    return type(module).__module__ in _TRACERS and "call_super_init" in read
 
 
 @functools.cache

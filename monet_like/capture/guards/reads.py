@@ -10,7 +10,7 @@ import contextlib
 import operator
 import re
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -51,7 +51,8 @@ class Roots:
         arguments: of the call, those that are no tensors.
         late_names, late_attributes: as ``names`` and ``attributes``, of code that ran in the backward.
         parts: names of the modules in which the forward puts others.
-        used: tensors that an operator takes; None: all.
+        used: tensors that an operator takes, by identity; None: all. A weak reference would be in the way of
+            `torch.utils.swap_tensors`; another tensor that later has the address of one of them is only looked at.
         marked: names of parameters and buffers on which the forward sets attributes.
         held: paths of modules' attributes that were one tensor with an input, and the number of that.
         set_again: paths of what the forward sets, which is no other one when the backward reads it.
@@ -66,7 +67,7 @@ class Roots:
     late_names: Set[str] = frozenset()
     late_attributes: Mapping[str, Set[str]] = field(default_factory=dict)
     parts: Set[str] = frozenset()
-    used: Container[Any] | None = None
+    used: Set[int] | None = None
     set_again: tuple[str, ...] = ()
     marked: Set[str] = frozenset()
     held: Set[tuple[str, int]] = frozenset()

@@ -9,7 +9,7 @@ import contextlib
 import sys
 import threading
 import types
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ...errors import CaptureError
-from .code import TRACING, Untraced, calls_trace, importing, names_read, words
+from .code import TRACING, Untraced, calls_trace, importing, is_tracers, names_read, words
 from .containers import walk_through
 from .effects import Assigned, Before, Effects, effects_of
 from .holders import ABSENT, Attributes, Entries, Gradient, Variables
@@ -106,16 +106,17 @@ class Recorder:
         Args:
             used: tensors that an operator takes.
         """
-        roots = self._roots(used)
+        roots = self._roots(frozenset(map(id, used)))
         if effects is not None:
             effects.check_apart([*used, *self.model.parameters(), *self.model.buffers()])
             effects = effects.found_in(roots.walk(self.model))
             roots = replace(roots, set_again=effects.paths)
         return Reads(roots, self.model), effects
 
-    def _roots(self, used: Container[Any] | None = None) -> Roots:
+    def _roots(self, used: Set[int] | None = None) -> Roots:
+        others = {key: of for key, of in self.others.items() if not is_tracers(*of)}
         return Roots(
-            frozenset(self._read_names), self.attributes, self.absent, self.others,
+            frozenset(self._read_names), self.attributes, self.absent, others,
             tuple((mapping, name, frozenset(read)) for mapping, name, _, read in self.variables.values()),
             self.arguments, frozenset(self.late_names), self.late_attributes, frozenset(self._parts), used, (),
             frozenset(self.effects.marks) if self.effects is not None else frozenset(), frozenset(self.held),

@@ -7,7 +7,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -75,8 +75,8 @@ class Walk:
         known: the model's modules by identity, and their names.
         others: of a module that is not in the model, the attributes that are read; None: it is not looked into.
         found: called for every place when it is found, before its contents are followed.
-        used: tensors that an operator takes, which are told apart by identity, as all are if this is None; of others it
-            is only told that they are tensors.
+        used: identities of tensors that an operator takes, which are told apart, as all are if this is None; of others
+            it is only told that they are tensors.
 
     Attributes:
         places: the values found that can change.
@@ -89,7 +89,7 @@ class Walk:
         known: Mapping[int, str],
         others: Callable[[nn.Module], Set[str] | None],
         found: Callable[[Place], None] = lambda _: None,
-        used: Container[Any] | None = None,
+        used: Set[int] | None = None,
     ) -> None:
         self.names, self.known, self.others, self.found = names, known, others, found
         self.used = used
@@ -132,7 +132,7 @@ class Walk:
             if (read := self.others(value)) is not None:
                 self.add(Attributes(value, value.__dict__, only=read), path)
             return Same(value)
-        if isinstance(value, torch.Tensor) and self.used is not None and value not in self.used:
+        if isinstance(value, torch.Tensor) and self.used is not None and id(value) not in self.used:
             return "tensor", type(value)
         holders = holders_of(value, self.names, hooks=hooks)
         paths = tuple([self.add(holder, path) for holder in holders])

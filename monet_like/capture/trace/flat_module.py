@@ -238,7 +238,8 @@ class FlatModule(nn.Module):
         """The leaves of the model's result, with the tracer's tensors in the place of those that the user's objects
         hold.
         """
-        own = WeakTensorKeyDictionary()
+        self.used.clear()
+        own = self.used = WeakTensorKeyDictionary()
         leaves = self._leaf_inputs(tensors)
         for name, tensor in (*self.named_parameters(), *self.named_buffers()):
             if (before := self.before.get(name)) is not None:
@@ -263,7 +264,6 @@ class FlatModule(nn.Module):
         self.state_objects.hand_over()
         if self.recorder is not None:
             self.recorder.marked += _marked(attributes, result)
-        self.used = WeakTensorKeyDictionary(dict.fromkeys(own, True))
         keyed: list[tuple[int | str, torch.Tensor]] = [
             *enumerate(tensors),
             *self.named_parameters(),

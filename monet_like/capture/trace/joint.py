@@ -34,7 +34,7 @@ from ...ops import gradients_by_values
 from ...ops import meta_functions as fakes_of_pytorchs
 from ..absent_gpu import choices as absent_gpu
 from ..annotations import noted_in_custom_backwards
-from ..captured import fake_mode
+from ..captured import fake_mode, let_go_of_tensors
 from ..checks import check_attributes
 from ..guards.recorder import Recorder
 from ..guards.side_effects import OthersMayDraw
@@ -70,11 +70,27 @@ def trace_joint(
     """
     modes = [t.fake_mode for t in tensors if isinstance(t, FakeTensor)]
     mode = modes[0] if modes else fake_mode()
+    try:
+        with _tangents_in_rows() if row_major_gradients else contextlib.nullcontext():
+            return _traced_at_last(flat, tensors, mode, target, processes), mode
+    finally:
+        flat.used.clear()
+        if not modes:
+            let_go_of_tensors(mode)
+
+
+def _traced_at_last(
+    flat: FlatModule,
+    tensors: tuple[torch.Tensor, ...],
+    mode: FakeTensorMode,
+    target: absent_gpu.Absent | None,
+    processes: int | None,
+) -> fx.Graph:
+    """The joint graph, traced once more where a trace shows what it should have begun with."""
     fakes = _fakes(tensors, mode, flat.is_one)
     while True:
         try:
-            with _tangents_in_rows() if row_major_gradients else contextlib.nullcontext():
-                return _traced(flat, fakes, target, processes), mode
+            return _traced(flat, fakes, target, processes)
         except InputRequires as asked:
             own = fakes[asked.position].detach().requires_grad_()
             fakes = (*fakes[: asked.position], own, *fakes[asked.position + 1 :])
