@@ -8,8 +8,10 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import InfeasibleError, MonetError
+from ..errors import InfeasibleError, MonetError, UsageError
 
 #: How the processes of the default group plan. ``alone``: each for itself, whenever it likes. ``same``: the first one
 #: plans for all. ``own``: each has a plan of its own, but they rehearse together, because the step of one needs the
@@ -95,6 +97,27 @@ def collective_calls() -> int:
             with contextlib.suppress(RuntimeError):
                 count += group._get_sequence_number_for_group()
     return count
+
+
+def in_counted_forward() -> bool:
+    """Whether `DistributedDataParallel` runs its first forward of a graph that it was told is static."""
+    around: Any = DistributedDataParallel._get_active_ddp_module()
+    return around is not None and around.static_graph and not around._static_graph_delay_allreduce_enqueued
+
+
+def check_uncounted(model: nn.Module) -> None:
+    """Refuse to rehearse steps of a model where the gradients of a rehearsal would be counted.
+
+    Raises:
+        UsageError: they would, and gradients of later steps would not be reduced.
+    """
+    if in_counted_forward():
+        raise UsageError(
+            f"{type(model).__name__} would be planned in the first step of "
+            "DistributedDataParallel(static_graph=True), which counts gradients, also those of rehearsals, and then "
+            "waits for as many in each step; give auto_schedule example inputs, so that it plans before, or leave "
+            "static_graph out"
+        )
 
 
 def _plain(content: Any) -> Any:

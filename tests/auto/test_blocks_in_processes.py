@@ -229,12 +229,19 @@ def _refused(rank: int) -> None:
         train(sharded(early), tokens())
 
 
-def _replicated(rank: int) -> None:
+def _replicated(rank: int, *, static_graph: bool = False) -> None:
     plan_briefly()
     plain = Decoder(Layer)
-    mine = monet_like.auto_schedule(copy.deepcopy(plain), tokens(), memory_budget="75%", blocks="layers.*", **OPTIONS)
+    options = {**OPTIONS, "memory_budget": "75%", "blocks": "layers.*"}
+    if static_graph:  # it counts the gradients of its first step, to wait for as many in each
+        late = monet_like.auto_schedule(copy.deepcopy(plain), **options)
+        with pytest.raises(UsageError, match="give auto_schedule example inputs, so that it plans before"):
+            train(DistributedDataParallel(late, static_graph=True), tokens())
+    mine = monet_like.auto_schedule(copy.deepcopy(plain), tokens(), **options)
     plan = monet_like.block_plan(mine)
-    plain, mine = (DistributedDataParallel(model, bucket_cap_mb=0.05) for model in (plain, mine))
+    plain, mine = (
+        DistributedDataParallel(model, bucket_cap_mb=0.05, static_graph=static_graph) for model in (plain, mine)
+    )
     x = torch.randint(0, 50, (16, 32), generator=torch.Generator().manual_seed(rank))
     for seed in range(3):
         assert_same_step(plain, mine, x, seed)
@@ -243,8 +250,9 @@ def _replicated(rank: int) -> None:
 
 def _refused_and_replicated(rank: int) -> None:
     _refused(rank)
-    torch.manual_seed(0)
-    _replicated(rank)
+    for static_graph in (False, True):
+        torch.manual_seed(0)
+        _replicated(rank, static_graph=static_graph)
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from ...errors import UsageError
 from ...ir.step import Point, Step, Streaming
 from ...profile.measure import Stretch, allocated_stretches, have_workspaces
 from ...replay.verify.steps import unsaved_loss
-from ..agreement import Sharing, all_do, gathered, processes
+from ..agreement import Sharing, all_do, check_uncounted, gathered, processes
 from ..block import BlockSchedule
 from ..kept_state import State
 from .counted import changed_values, counted, held_values, lone_inputs
@@ -128,6 +128,7 @@ class StepMemory:
     """
 
     def __init__(self, of: Blocks, whole: WholeStep, optimizer: str, sharing: Sharing) -> None:
+        check_uncounted(of.model)
         self.of, self.whole, self.sharing = of, whole, sharing
         self.device = device_of(of.model)
         self._optimizer = optimizer

@@ -11,6 +11,7 @@ from ...capture.guards.side_effects import generators_restored
 from ...capture.precision import autocast_as
 from ...capture.trees import tensors_of
 from ...compiler.request import Request
+from ..agreement import in_counted_forward
 from ..kept_state import State
 from .fake import NotOnFakes, fake_stretches, none_left
 from .graphs import OwnGraph
@@ -28,10 +29,10 @@ def plain_peak(request: Request, captured: Captured) -> int | None:
         captured: the step, for its answers to questions about values, and what is resident.
 
     Returns:
-        None: fake tensors do not tell, see `needs_real` and `NotOnFakes`.
+        None: fake tensors do not tell, see `needs_real`, `in_counted_forward` and `NotOnFakes`.
     """
     model, device = request.model, captured.device
-    if request.optimizer_in_backward or needs_real(model):
+    if request.optimizer_in_backward or needs_real(model) or in_counted_forward():
         return None
     made: list[int] = []  # bytes of a loss that is not the model's
 
