@@ -65,6 +65,32 @@ def check_unscripted(model: nn.Module, name: str = "") -> None:
             )
 
 
+def check_unflattened(model: nn.Module) -> None:
+    """Refuse to plan blocks of a model within a step of ``FullyShardedDataParallel`` around it, whose state forbids
+    other steps meanwhile, as rehearsals are.
+
+    Raises:
+        UsageError: its parameters are parts of one that a module around it has.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    units = [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
+    inside = {module for unit in units for module in unit.modules()}
+    for name, module in model.named_modules():
+        if module in inside:
+            continue
+        held = [*module._parameters.values(), *vars(module).values()]
+        tensors = [tensor for tensor in held if isinstance(tensor, torch.Tensor)]
+        if any(hasattr(whole, "_fsdp_flattened") for tensor in tensors for whole in (tensor, tensor._base)):
+            raise UsageError(
+                f"FullyShardedDataParallel (FSDP1) holds parameters of {name or type(model).__name__}, and blocks "
+                "cannot be planned there; take fully_shard (FSDP2; Accelerate's fsdp_version: 2), after "
+                "auto_schedule(model, blocks=...)"
+            )
+
+
 def check_unsharded(model: nn.Module) -> None:
     """Refuse a model with sharded parameters: a schedule holds only one process's own operators.
 

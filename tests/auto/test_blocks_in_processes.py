@@ -20,7 +20,7 @@ from block_models import CPU, EXACT, Decoder, Layer, Short, assert_same_step, lo
 from processes import together
 from torch import nn
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import monet_like
@@ -227,6 +227,10 @@ def _refused(rank: int) -> None:
     )
     with pytest.raises(UsageError, match=r"layers.0 was sharded by fully_shard after its schedule was planned"):
         train(sharded(early), tokens())
+    late = monet_like.auto_schedule(Decoder(), memory_budget="90%", blocks="layers.*", **OPTIONS)
+    around = FullyShardedDataParallel(late, device_id=CPU, use_orig_params=True)
+    with pytest.raises(UsageError, match=r"\(FSDP1\) holds parameters of embedding, .*; take fully_shard \(FSDP2"):
+        train(around, tokens())
 
 
 def _replicated(rank: int, *, static_graph: bool = False) -> None:

@@ -14,6 +14,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...capture.captured import allocated_bytes, fake_mode, let_go_of_tensors
+from ...capture.checks import check_unflattened
 from ...capture.example_inputs import Example, device_of
 from ...capture.guards.side_effects import generators_restored
 from ...capture.resident import parts_of, resident_parts
@@ -129,6 +130,7 @@ class StepMemory:
 
     def __init__(self, of: Blocks, whole: WholeStep, optimizer: str, sharing: Sharing) -> None:
         check_uncounted(of.model)
+        check_unflattened(of.model)
         self.of, self.whole, self.sharing = of, whole, sharing
         self.device = device_of(of.model)
         self._optimizer = optimizer
