@@ -20,7 +20,7 @@ from ..ir.program import RESIDENT_KINDS, Task
 from ..ops.sync_batch_norm import COMMUNICATING
 from ..runtime.codegen import Block, compile_block
 from ..runtime.operators import without_fallback
-from .profiler import makes
+from .observing import makes
 from .task_inputs import Inputs
 
 

@@ -31,6 +31,9 @@ class Observer(TorchDispatchMode):
         self.note(func, args, kwargs or {}, result)
         return result
 
+    def begin(self, given: Sequence[torch.Tensor]) -> None:
+        """Called before a task runs, with what it reads; not where its only operator is noted without running."""
+
     def note(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         """Called with every operator, after it."""
         raise NotImplementedError
@@ -56,6 +59,11 @@ def observe(captured: Captured, task: Task, observers: Sequence[Observer]) -> No
         observer.note(overload(call.op), args, kwargs, results if call.unpack else results[0])
 
 
+def makes(task: Task, value: int) -> bool:
+    """Whether a value is a tensor that a call of the task makes; others are side effects."""
+    return any(out is not None and out.name == value for call in task.calls for out in call.outs)
+
+
 def _is_operator(call: Call) -> bool:
     """Whether a call is one operator whose arguments and results are all values: then nothing need run to know them."""
     if schema_of(call.op) is None or not all(
@@ -75,13 +83,15 @@ def _run_fake(captured: Captured, task: Task, observers: Sequence[Observer]) -> 
     """
     calls = tuple(call for call in task.calls if not call.op.endswith(RANDOM_STATE))
     task = replace(task, calls=calls)
-    run = compile_block(Block(task.reads, (task,)), task.name)
+    made = tuple(v for v in task.writes if makes(task, v))  # they live on where the task does not
+    run = compile_block(Block(task.reads, (task,), (), made), task.name)
     mode = shape_mode()
-    given = [_fake(captured.metas[value], mode) for value in task.reads]
     with contextlib.ExitStack() as stack:
         stack.enter_context(mode)
         stack.enter_context(_Repeated(mode))
+        given = [_fake(captured.metas[value], mode) for value in task.reads]
         for observer in observers:
+            observer.begin(given)
             stack.enter_context(observer)
         with torch.no_grad(), torch._C._DisableAutocast():
             run(given)

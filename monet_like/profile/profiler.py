@@ -27,6 +27,7 @@ from ..runtime.codegen import Block, compile_block
 from ..runtime.operators import without_fallback
 from ..runtime.out_of_memory import silent
 from .measure import allocated_peak, seconds_of
+from .observing import makes
 from .task_inputs import Inputs
 
 #: Called with (what, done, total) as profiling goes on.
@@ -232,8 +233,3 @@ class _Trial:
 def _is_out_of_memory(error: BaseException | None) -> bool:
     first = (str(error).strip().splitlines() or [""])[0]
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in first
-
-
-def makes(task: Task, value: int) -> bool:
-    """Whether a value is a tensor that a call of the task makes; others are side effects."""
-    return any(out is not None and out.name == value for call in task.calls for out in call.outs)

@@ -27,10 +27,11 @@ from ..ir.program import REFUSED, Cost, Task
 from .cublas import multiplies
 from .devices import DeviceLimits
 from .gpu_paces import PACES, Pace
-from .work import TILE, Operation, Work, works_of
+from .work import Operation, Work, works_of
+from .workspaces import TILE, Need
 
 #: Of the estimates: raised whenever they change, because plans made from them then would not come out again.
-ROOFLINE_VERSION = 4
+ROOFLINE_VERSION = 5
 
 #: The most that convolutions' workspaces are taken to be; what is larger is taken to have a kernel with less.
 WORKSPACE_LIMIT_BYTES = 512 * 2**20
@@ -39,13 +40,19 @@ WORKSPACE_LIMIT_BYTES = 512 * 2**20
 def roofline(captured: Captured, limits: DeviceLimits) -> dict[str, Cost]:
     """The cost of every distinct task of ``captured`` on a device with ``limits``.
 
-    Workspace is taken to be 0, with six exceptions. Convolutions on a GPU have the one that is estimated above. What a
-    dropped cache is unpacked into is a tensor as large as the one dropped, or, for a product with it, a copy of what is
-    kept or of some rows. A product with a 4-bit weight dequantises it. cuDNN makes the gradient of batch norm's input
-    even where nobody wants it. Liger's gradient of RMS norm has a row of float32 for each multiprocessor, and the sum
-    of these. From PyTorch 2.15 on a product on a GPU has cuBLAS's workspace while it runs (cuBLASLt's is smaller, and
-    counted as large). Rates know no algorithms: what ``algorithms`` admits is refused, so that plans take PyTorch's
-    own.
+    Workspace is what a task of several operators makes and releases on its way, as its code does on tensors without
+    storage. An operator itself is taken to need none, but for these:
+
+    * a convolution on a GPU: what is estimated above;
+    * the gradient of fused attention on a GPU: that of the queries in float32, and of keys and values one for each head
+      of the queries (as PyTorch's flash and efficient kinds allocate them; cuDNN's is taken to be like flash);
+    * the gradients of softmax, logsumexp and binary cross-entropy on a GPU: tensors of their input's size;
+    * a product with a dropped cache: a copy of what is kept or of some rows; one with a 4-bit weight dequantises it;
+    * cuDNN's batch norm: the gradient of its input, even where nobody wants it;
+    * Liger's gradient of RMS norm: a row of float32 for each multiprocessor, and the sum of these;
+    * from PyTorch 2.15 on a product on a GPU: cuBLAS's workspace (cuBLASLt's is smaller, and counted as large).
+
+    Rates know no algorithms: what ``algorithms`` admits is refused, so that plans take PyTorch's own.
     """
     priced = {task.cost for task in captured.every_task() if task.word != ALGORITHMS}
     tasks, works = distinct_tasks(captured), works_of(captured)
@@ -58,10 +65,15 @@ def roofline(captured: Captured, limits: DeviceLimits) -> dict[str, Cost]:
 
 
 def _workspace(task: Task, work: Work, limits: DeviceLimits) -> int:
-    estimated = min(work.convolution_workspace_bytes, WORKSPACE_LIMIT_BYTES) if limits.device == "cuda" else 0
-    partial = work.partial_sums_bytes * (max(1, limits.multiprocessors) + 1)
     product = limits.product_bytes if limits.product_bytes and multiplies([task]) else 0
-    return max(estimated, work.unpacked_bytes + product, work.unwanted_bytes + product, partial)
+
+    def bytes_of(need: Need) -> int:
+        of_gpu = min(need.convolution_bytes, WORKSPACE_LIMIT_BYTES) + need.gpu_bytes
+        sums = need.partial_sums_bytes * (max(1, limits.multiprocessors) + 1)
+        own = need.unpacked_bytes + sums + (of_gpu if limits.device == "cuda" else 0)
+        return need.between_bytes + own + product
+
+    return max(0, *map(bytes_of, (Need(), *work.needs)))
 
 
 def _seconds(captured: Captured, task: Task, work: Work, limits: DeviceLimits) -> float:

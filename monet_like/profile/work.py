@@ -1,4 +1,4 @@
-"""What tasks do on any device: arithmetic, memory traffic and workspaces, counted on tensors without storage."""
+"""What tasks do on any device: arithmetic and memory traffic, counted on tensors without storage."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..capture.captured import Captured, distinct_tasks
 from ..ir.program import Call, Ref, Task
 from ..ops import liger
-from ..ops.caches import largest_kept
-from ..runtime.batch_norm import CUDNN_BACKWARD
-from .gpu_paces import channels_of, is_channels_last, is_known, kind_of
+from .gpu_paces import channels_of, is_known, kind_of
 from .observing import RANDOM_STATE, Observer, observe
+from .workspaces import (
+    CONVOLUTIONS,
+    IM2COL,
+    TILE,
+    Need,
+    Workspaces,
+    filters_and_groups,
+    group_channels,
+    read_for_its_shape,
+)
 
 _SCALED_INT8 = "bitsandbytes.int8_scaled_mm.default"
-_GEMM_4BIT = "bitsandbytes.gemm_4bit.default"
-#: Operators that read dropped caches, or a quantised weight.
-_UNPACKING = ("monet_like.unpack_largest.default", "monet_like.mm_largest.default", _GEMM_4BIT)
-#: As many elements as mm_largest makes dense at a time (csrc/cpu/mm_largest.cpp, csrc/cuda/caches.cu).
-_DENSE = 1 << 22
-_IM2COL = "aten._slow_conv2d_forward.default"
-_CONVOLUTIONS = ("aten.convolution.default", "aten.convolution_backward.default")
-#: Channels of a tensor core's tile in a convolution: a group with fewer leaves the rest of it idle. An estimate.
-TILE = 32
+#: They make tensors without values.
+_EMPTY = (torch.ops.aten.empty_strided, torch.ops.aten.new_empty_strided)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +67,11 @@ class Work:
 
     Attributes:
         operations: one after another.
-        unpacked_bytes: that dropped caches, or 4-bit weights, are unpacked into.
-        unwanted_bytes: of gradients that are made and not wanted.
-        convolution_workspace_bytes: that convolutions are estimated to need on a GPU.
-        partial_sums_bytes: of sums that each multiprocessor of a GPU makes of its share, for one multiprocessor.
+        needs: what operators need beside what it reads and writes, the most among them.
     """
 
     operations: tuple[Operation, ...] = ()
-    unpacked_bytes: int = 0
-    unwanted_bytes: int = 0
-    convolution_workspace_bytes: int = 0
-    partial_sums_bytes: int = 0
+    needs: tuple[Need, ...] = ()
 
 
 #: The work of programs' tasks, as long as they exist: counting runs all of them, and one is priced for several devices.
@@ -120,15 +115,9 @@ def flops(captured: Captured, task: Task) -> int:
 
 
 def _work(captured: Captured, task: Task) -> Work:
-    workspaces = _Workspaces()
-    has_some = any(call.op in (*_CONVOLUTIONS, *_UNPACKING, *liger.PARTIAL_SUMS) for call in task.calls)
-    return Work(
-        _operations(captured, task, *[workspaces] * has_some),
-        workspaces.unpacked_bytes,
-        _unwanted_bytes(captured, task),
-        max(workspaces.convolution_bytes, _im2col_bytes(captured, task)),
-        workspaces.partial_sums_bytes,
-    )
+    workspaces = Workspaces(captured, task)
+    operations = _operations(captured, task, *[workspaces] * workspaces.are_asked)
+    return Work(operations, workspaces.needs)
 
 
 def _operations(captured: Captured, task: Task, *others: Observer) -> tuple[Operation, ...]:
@@ -151,7 +140,7 @@ def _operations(captured: Captured, task: Task, *others: Observer) -> tuple[Oper
 def _touched_by(captured: Captured, task: Task) -> int:
     """Of whole storages, of which the task's last call, which is its only one that moves data, may see parts."""
     call = task.calls[-1]
-    unread = _read_for_its_shape(call.op, call.args)
+    unread = read_for_its_shape(call.op, call.args)
     values = [v for v in (*task.reads, *task.writes) if unread is None or unread != Ref(v)]
     return sum(captured.metas[v].storage_bytes for v in values)
 
@@ -159,7 +148,7 @@ def _touched_by(captured: Captured, task: Task) -> int:
 def _opaque(captured: Captured, task: Task) -> Operation:
     """Of a task that cannot run on fake tensors: by its values alone."""
     touched = _touched_by(captured, task)
-    columns = [call for call in task.calls if call.op == _IM2COL]
+    columns = [call for call in task.calls if call.op == IM2COL]
     if not columns:
         return Operation(touched_bytes=touched)
     samples = captured.metas[columns[0].args[0].name].shape[0]
@@ -213,35 +202,9 @@ def _im2col_flops(captured: Captured, call: Call) -> int:
     return 2 * cells * prod(iter(captured.metas[filters.name].shape[1:]))
 
 
-def _im2col_bytes(captured: Captured, task: Task) -> int:
-    """On a GPU, columns are made of one sample after another."""
-    found = [0]
-    for call in task.calls:
-        if call.op == _IM2COL:
-            (out,), filters = call.outs, captured.metas[call.args[1].name]
-            assert out is not None and isinstance(out.name, int)
-            found.append(prod(filters.shape[1:]) * prod(captured.metas[out.name].shape[2:]) * filters.dtype.itemsize)
-    return max(found)
-
-
-def _unwanted_bytes(captured: Captured, task: Task) -> int:
-    found = [0]
-    for call in task.calls:
-        if call.op == CUDNN_BACKWARD and call.outs[0] is None and isinstance(call.args[0].name, int):
-            found.append(captured.metas[call.args[0].name].storage_bytes)
-    return max(found)
-
-
-def _read_for_its_shape(op: str, args: Sequence[Any]) -> Any:
-    """The tensor argument that an operator takes for its shape alone, if there is one."""
-    of_weight = op == "aten.convolution_backward.default" and args[-1][1]
-    pools = ("aten.max_pool2d_with_indices_backward.default", "aten._adaptive_avg_pool2d_backward.default")
-    return args[1] if op in pools or (op == "aten.convolution_backward.default" and not of_weight) else None
-
-
 def _is_opaque(task: Task) -> bool:
     """Whether a task cannot run as it is on fake tensors: no kernel for them, or a random generator's state."""
-    return any(call.op == _IM2COL or call.op.endswith(RANDOM_STATE) for call in task.calls)
+    return any(call.op == IM2COL or call.op.endswith(RANDOM_STATE) for call in task.calls)
 
 
 class Operations(Observer):
@@ -262,22 +225,22 @@ class Operations(Observer):
     def note(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         """Note an operator."""
         asked = not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result))
-        if not asked and not func.is_view and func is not torch.ops.aten.empty_strided.default:
+        if not asked and not func.is_view and func.overloadpacket not in _EMPTY:
             self.found.append(self._operation(func, args, kwargs, result))
 
     def _operation(self, func: Any, given: Any, kwargs: dict[str, Any], result: Any) -> Operation:
         op, args = str(func), _by_place(func, given, kwargs)
-        unread = _read_for_its_shape(op, args)
+        unread = read_for_its_shape(op, args)
         tensors = [leaf for leaf in tree_leaves((given, kwargs, result)) if isinstance(leaf, torch.Tensor)]
         kind, formula = kind_of(op, args, result), self.formulas.get(func.overloadpacket)
-        is_convolution = op in _CONVOLUTIONS
+        is_convolution = op in CONVOLUTIONS
         return Operation(
             kind,
             int(formula(*given, **kwargs, out_val=result)) if formula and not is_convolution else 0,
             _convolution_flops(op, args, result) if is_convolution else 0,
             _traffic([tensor for tensor in tensors if tensor is not unread]) + _extra_traffic(op, args, result),
             op == _SCALED_INT8 or any(t.is_floating_point() and t.element_size() == 2 for t in tensors),
-            _group_channels(op, args) if is_convolution else TILE,
+            group_channels(op, args) if is_convolution else TILE,
             channels_of(kind, args),
         )
 
@@ -301,65 +264,12 @@ def _traffic(tensors: Sequence[torch.Tensor]) -> int:
     return sum(min(touched[storage], size) for storage, size in whole.items())
 
 
-def _filters_and_groups(op: str, args: Sequence[Any]) -> tuple[torch.Tensor, int]:
-    return (args[1], args[8]) if op == _CONVOLUTIONS[0] else (args[2], args[9])
-
-
 def _convolution_flops(op: str, args: Sequence[Any], result: Any) -> int:
     """Of all that is computed. PyTorch's counter takes gradients of grouped weights for those of whole ones."""
-    filters, _ = _filters_and_groups(op, args)
-    forward = op == _CONVOLUTIONS[0]
+    filters, _ = filters_and_groups(op, args)
+    forward = op == CONVOLUTIONS[0]
     transposed = args[6 if forward else 7]
     results = result if forward else args[0]
     small = args[0 if forward else 1] if transposed else results  # each element of it meets a filter
     once = 2 * small.numel() * prod(filters.shape[1:])
     return once if forward else once * sum(args[10][:2])
-
-
-def _group_channels(op: str, args: Sequence[Any]) -> int:
-    filters, groups = _filters_and_groups(op, args)
-    return min(filters.shape[0] // groups, filters.shape[1]) if groups > 1 else TILE
-
-
-class _Workspaces(Observer):
-    """Notes what operators need beside their results, by the rules that `monet_like.profile.roofline` states.
-
-    Attributes:
-        unpacked_bytes: that dropped caches and 4-bit weights are unpacked into, in all.
-        convolution_bytes: of convolutions on a GPU, the most of all.
-        partial_sums_bytes: of one multiprocessor's sums, in all.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.unpacked_bytes, self.convolution_bytes, self.partial_sums_bytes = 0, 0, 0
-
-    def note(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        """Note an operator."""
-        op = str(func)
-        if op in _CONVOLUTIONS:
-            if _group_channels(op, args) > 1:  # depthwise ones need none
-                self.convolution_bytes = max(self.convolution_bytes, _transposed_bytes(op, args, result))
-        elif op == _UNPACKING[0]:
-            self.unpacked_bytes += result.untyped_storage().nbytes()
-        elif op in liger.PARTIAL_SUMS and args[2] is not None:
-            self.partial_sums_bytes += 4 * args[2].numel()
-        elif op == _GEMM_4BIT:
-            self.unpacked_bytes += prod(args[2]) * result.element_size()
-        elif op == _UNPACKING[1]:
-            grad, _, keep, columns = args[:4]
-            elements, size = grad.shape[0] * columns, grad.element_size()
-            # sorted: a value and an int32 for each; of 16-bit floats some may be made dense instead
-            dense = min(elements, _DENSE) * size if size == 2 else 0
-            self.unpacked_bytes += max(largest_kept(elements, keep) * (max(4, size) + 4), dense)
-
-
-def _transposed_bytes(op: str, args: Any, result: Any) -> int:
-    filters, _ = _filters_and_groups(op, args)
-    of_weight = op == _CONVOLUTIONS[1] and args[-1][1]
-    unread = [_read_for_its_shape(op, args), filters if of_weight and not args[-1][0] else None]
-    leaves = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, torch.Tensor)]
-    data = [leaf for leaf in leaves if leaf.dim() == filters.dim() and all(leaf is not other for other in unread)]
-    if any(map(is_channels_last, data)):
-        return filters.numel() * max(4, filters.element_size()) if of_weight else 0
-    return sum(leaf.numel() * leaf.element_size() for leaf in data)

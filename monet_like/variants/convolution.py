@@ -27,23 +27,23 @@ from ..ir.program import Call, Ref, Task
 from ..ops.convolution import FORWARD_ALGORITHMS, INPUT_ALGORITHMS, WEIGHT_ALGORITHMS
 from .editor import Editor
 
-_CONVOLUTION = "aten.convolution.default"
-_BACKWARD = "aten.convolution_backward.default"
+CONVOLUTION = "aten.convolution.default"
+BACKWARD = "aten.convolution_backward.default"
 
 
 def offer(editor: Editor) -> None:
     """Offer ways for input gradients and, for ``conv``, other algorithms for 2-d convolutions in the default layout."""
-    for slot, way, call in list(editor.find_slots(_BACKWARD)):
+    for slot, way, call in list(editor.find_slots(BACKWARD)):
         if call.args[-1] == [True, False, False]:
             (out,) = way.writes
             by_shape = _by_shape(editor, way.calls[:-1], call, out)
             if by_shape is not None:
                 editor.add_way(slot, (*way.calls[:-1], *by_shape), "conv.shape_only")
             if (turned := input_gradient(editor, way.calls[:-1], call, out)) is not None:
-                same = editor.device.type == "cuda" and not _is_depthwise(editor, way)
+                same = editor.device.type == "cuda" and not is_depthwise(editor, way)
                 word = "" if same else "conv"
                 editor.add_way(slot, (*way.calls[:-1], turned), "conv.transposed", word=word)
-    for task, call in list(editor.find(_CONVOLUTION)):
+    for task, call in list(editor.find(CONVOLUTION)):
         _forward(editor, task, call)
 
 
@@ -95,7 +95,7 @@ def input_gradient(editor: Editor, before: Sequence[Call], call: Call, out: int)
 
     def turned(rest: list[int]) -> Call:
         options = (stride, padding, dilation, not transposed, rest, groups)
-        return Call(_CONVOLUTION, (grad, weight, None, *options), (), (Ref(out),))
+        return Call(CONVOLUTION, (grad, weight, None, *options), (), (Ref(out),))
 
     made = editor.result((*before, turned([0] * len(stride))))
     # A transposed convolution is told how many cells at the far end the strides have skipped.
@@ -103,11 +103,12 @@ def input_gradient(editor: Editor, before: Sequence[Call], call: Call, out: int)
     return turned(skipped) if editor.result((*before, turned(skipped))) == wanted else None
 
 
-def _is_depthwise(editor: Editor, way: Task) -> bool:
-    """Whether a gradient is of a depthwise convolution, with a group for every channel, or of its transpose."""
-    *before, call = way.calls
-    weight = Call("aten.detach.default", (call.args[2],), (), (Ref("filters"),))
-    return call.args[-2] > 1 and editor.result((*before, weight)).shape[1] == 1
+def is_depthwise(editor: Editor, task: Task) -> bool:
+    """Whether a task is a depthwise convolution, with a group for every channel, its transpose, or a gradient of it."""
+    *before, call = task.calls
+    filters, groups = (call.args[1], call.args[8]) if call.op == CONVOLUTION else (call.args[2], call.args[9])
+    weight = Call("aten.detach.default", (filters,), (), (Ref("filters"),))
+    return groups > 1 and editor.result((*before, weight)).shape[1] == 1
 
 
 def _plain(editor: Editor, *found: Any) -> bool:
@@ -138,7 +139,7 @@ def offer_algorithms(editor: Editor) -> None:
     if ALGORITHMS not in editor.words or editor.device.type != "cuda":
         return
     for task in editor.tasks:
-        if task.variant != "aten" or not task.calls or task.calls[-1].op != _CONVOLUTION:
+        if task.variant != "aten" or not task.calls or task.calls[-1].op != CONVOLUTION:
             continue
         *before, call = task.calls
         x, weight, bias, stride, padding, dilation, transposed, _, groups = call.args
@@ -149,7 +150,7 @@ def offer_algorithms(editor: Editor) -> None:
         window = editor.metas[weight.name].shape[2:] if editor.meta_of(weight) else ()
         for algorithm, made in _by_each_algorithm(editor, before, plain, (), task.writes, window, FORWARD_ALGORITHMS):
             editor.add(task, made, task.writes, f"conv.cudnn_{algorithm}", word=ALGORITHMS, runs=task.runs)
-    for slot, way, call in list(editor.find_slots(_BACKWARD)):
+    for slot, way, call in list(editor.find_slots(BACKWARD)):
         if not call.args[7] and len(call.args[4]) == 2 and call.args[-1][0] != call.args[-1][1]:
             for algorithm, made in _gradient_by_algorithms(editor, way.calls[:-1], call, way.writes):
                 editor.add_way(slot, made, f"conv.cudnn_{algorithm}", word=ALGORITHMS)

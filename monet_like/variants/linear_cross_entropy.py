@@ -5,14 +5,13 @@ logits, their float32 copy, log-probabilities, and a gradient of each. In parts,
 the backward computes the logits of each part again. One more product of the layer saves all but 1/parts of these
 tensors.
 
-``conv`` admits it: sums over rows are added part by part and agree up to rounding. 16-bit gradients of the weight are
-summed in float32.
+``conv`` admits it: sums over rows are added part by part and agree up to rounding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations, product
 from typing import Any
 
@@ -22,36 +21,14 @@ from torch.nn import functional as F
 
 from ..capture.captured import make_task
 from ..ir.program import Call, Ref, Task
-from . import linear
+from . import linear, logits_gradient
 from .editor import Editor, cuts, views_of
+from .logits_gradient import Head
 from .patterns import CAST, Operators, record
 
 #: Into how many parts the rows are cut; each is a variant of its own.
 PARTS = (4, 16)
 _HALF = (torch.float16, torch.bfloat16)
-
-
-@dataclass(frozen=True)
-class _Head:
-    """A linear layer, a cast or none, log-softmax and the negative log-likelihood, with their gradients.
-
-    Attributes:
-        tasks: of the forward, in order.
-        slots: numbers of the slots.
-        backward: the last calls of these: of the loss, of log-softmax, of casts, of the layer.
-        x, weight, target: the layer's input [N, D] and weight [V, D], and the classes [N], as `views` make them.
-        views: calls that make these.
-        gradients: of x, weight and bias, as values; None: not wanted.
-    """
-
-    tasks: tuple[Task, ...]
-    slots: tuple[int, ...]
-    backward: tuple[Call, ...]
-    x: Ref
-    weight: Ref
-    target: Ref
-    views: tuple[Call, ...]
-    gradients: tuple[int | None, int | None, int | None]
 
 
 def head(
@@ -74,18 +51,22 @@ def offer(editor: Editor) -> None:
             continue
         head, plain = found
         ways = [plain]
+        norms = logits_gradient.norms(editor, head)
         for parts, onednn in product(PARTS, (False, True) if _by_onednn(editor, head) else (False,)):
             name = f"linear_cross_entropy.{parts}{'_onednn' if onednn else ''}"
-            calls = list(_forward(editor, head, parts, onednn))
-            editor.add(nll, calls, nll.writes, name, word="conv", runs=nll.runs)
+            calls = list(_forward(editor, head, parts, onednn, norms))
+            writes = nll.writes if norms is None else (*nll.writes, norms)
+            editor.add(nll, calls, writes, name, word="conv", runs=nll.runs)
             calls = list(_backward(editor, head, parts, onednn))
+            ways.append(make_task(f"{plain.name}.{name}", calls, plain.writes, editor.metas, variant=name, word="conv"))
+        for name, calls in logits_gradient.ways(editor, head, norms, PARTS):
             ways.append(make_task(f"{plain.name}.{name}", calls, plain.writes, editor.metas, variant=name, word="conv"))
         merges.append((head.slots[0], len(head.slots), ways))
     for first, count, ways in sorted(merges, reverse=True, key=lambda merge: merge[0]):
         editor.merge(first, ways, count)
 
 
-def _find(operators: Operators, nll: Task) -> tuple[_Head, Task] | None:
+def _find(operators: Operators, nll: Task) -> tuple[Head, Task] | None:
     """The head whose loss is ``nll`` and one way for its gradients, if nothing else reads the values between its
     operators.
     """
@@ -116,22 +97,22 @@ def _find(operators: Operators, nll: Task) -> tuple[_Head, Task] | None:
             views = tuple(views_of(tasks, refs["x"], refs["target"]))
             operands = (refs["x"], Ref(match.values["weight"]), refs["target"])
             gradients = (values.get("x"), values.get("weight"), values.get("bias"))
-            return _Head(tuple(tasks), match.slots, backward, *operands, views, gradients), plain
+            return Head(tuple(tasks), match.slots, backward, *operands, views, gradients), plain
     return None
 
 
-def _rows(editor: Editor, head: _Head, parts: int) -> Iterator[tuple[int, int, int]]:
+def _rows(editor: Editor, head: Head, parts: int) -> Iterator[tuple[int, int, int]]:
     """Number, first row and end of every part."""
     return cuts(editor.metas[head.tasks[0].writes[0]].shape[0], parts)
 
 
-def _by_onednn(editor: Editor, head: _Head) -> bool:
+def _by_onednn(editor: Editor, head: Head) -> bool:
     """Whether oneDNN can compute the logits; which library is faster depends on the machine."""
     logits, weight = editor.metas[head.tasks[0].writes[0]], editor.metas[head.weight.name]  # type: ignore[index]
     return linear.usable(editor) and logits.dtype == torch.float32 and weight.contiguous
 
 
-def _probabilities(head: _Head, part: int, begin: int, end: int, onednn: bool) -> tuple[list[Call], Ref, Ref, Ref]:
+def _probabilities(head: Head, part: int, begin: int, end: int, onednn: bool) -> tuple[list[Call], Ref, Ref, Ref]:
     """The calls that compute the log-probabilities of some rows; their result, these rows of x, and the classes."""
     x, target = Ref(f"x_{part}"), Ref(f"target_{part}")
     calls = [
@@ -152,14 +133,18 @@ def _probabilities(head: _Head, part: int, begin: int, end: int, onednn: bool) -
     return calls, last, x, target
 
 
-def _start(head: _Head, onednn: bool) -> Iterator[Call]:
+def _start(head: Head, onednn: bool) -> Iterator[Call]:
     yield from head.views
     if not onednn:
         yield Call("aten.t.default", (head.weight,), (), (Ref("turned"),))
 
 
-def _forward(editor: Editor, head: _Head, parts: int, onednn: bool) -> Iterator[Call]:
-    """The calls that add the losses of all parts, in at least float32, and take the mean if the loss is one."""
+def _forward(editor: Editor, head: Head, parts: int, onednn: bool, norms: int | None) -> Iterator[Call]:
+    """The calls that add the losses of all parts, in at least float32, and take the mean if the loss is one.
+
+    Args:
+        norms: the value of the logarithms of the rows' sums; None: they are not made.
+    """
     nll = head.tasks[-1].calls[-1]
     _, _, classes, reduction, ignored = nll.args
     loss, total = nll.outs
@@ -173,6 +158,13 @@ def _forward(editor: Editor, head: _Head, parts: int, onednn: bool) -> Iterator[
         parted = (Ref(f"loss_{part}"), Ref(f"total_{part}"))
         yield replace(nll, args=(probabilities, target, classes, 2, ignored), outs=parted)
         sums.append(parted)
+        if norms is not None:  # the first logit of a row less its log-probability
+            first = [Ref(f"first_{part}_{name}") for name in ("logit", "probability")]
+            for column, of in zip(first, (calls[-1].args[0], probabilities), strict=True):
+                yield Call("aten.select.int", (of, 1, 0), (), (column,))
+            yield Call("aten.sub.Tensor", (*first,), (), (Ref(f"norms_{part}"),))
+    if norms is not None:
+        yield Call("aten.cat.default", ([Ref(f"norms_{part}") for part in range(parts)],), (), (Ref(norms),))
     for name, refs, out in (("loss", [one for one, _ in sums], loss), ("total", [one for _, one in sums], total)):
         yield Call("aten.stack.default", (refs,), (), (Ref(f"{name}s"),))
         yield Call("aten.sum.default", (Ref(f"{name}s"),), wide, (Ref(f"{name}_sum"),))
@@ -184,7 +176,7 @@ def _forward(editor: Editor, head: _Head, parts: int, onednn: bool) -> Iterator[
         yield Call("aten._to_copy.default", (Ref("mean"),), (("dtype", dtype),), (loss,))
 
 
-def _backward(editor: Editor, head: _Head, parts: int, onednn: bool) -> Iterator[Call]:
+def _backward(editor: Editor, head: Head, parts: int, onednn: bool) -> Iterator[Call]:
     """The calls that compute the logits of each part again, their gradient, and the gradients of x, weight and bias."""
     of_loss, of_softmax, *casts = head.backward[: len(head.tasks) - 1]
     grad, _, _, classes, reduction, ignored, total = of_loss.args

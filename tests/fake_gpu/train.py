@@ -32,11 +32,12 @@ from monet_like.compiler.costs import measured_costs
 from monet_like.compiler.pipeline import compile_schedule
 from monet_like.compiler.request import Request, captured_for
 from monet_like.ir.program import Cost
-from monet_like.ir.simulate import running
+from monet_like.ir.simulate import running as moments
 from monet_like.models.unet import UNet
 from monet_like.profile.cublas import measured_bytes
 from monet_like.profile.devices import DEVICES
 from monet_like.profile.measure import UNSPLIT_BYTES, allocated_peak, seconds_of, unsplit_bytes
+from monet_like.profile.workspaces import own_need
 from monet_like.replay.verify.steps import resident_bytes, step_peak, unsaved_loss
 from monet_like.report.live import live_step
 from monet_like.runtime.out_of_memory import silent
@@ -196,7 +197,7 @@ def large_values(wrapped: Any) -> int:
     always = sum(value.bytes > large for value in program.values if value.kind in ("parameter", "buffer", "input"))
     alive = (
         sum(count > large for count in moment.alive.values()) + len(moment.task.writes)
-        for moment in running(program, wrapped.record.schedule, Free())
+        for moment in moments(program, wrapped.record.schedule, Free())
     )
     return always + max(alive)
 
@@ -495,6 +496,59 @@ def cublas(_: str) -> dict[str, Any]:
     return {"kept": kept, "of a product": allocated_peak(lambda: x @ x, CUDA) - x.nbytes}
 
 
+def by_rates(name: str) -> dict[str, Any]:
+    """Schedules of a datasheet's rates at several budgets: the variants they take, and what they need."""
+    made, _ = CASES[name]
+    model, args = made()
+    example = (args, {})
+    request = Request(
+        model.to(CUDA), example, "inplace_conv_multiway_newnode", strategy="heuristic", solver="heuristic"
+    )
+    captured = captured_for(request, example)
+    found: dict[str, Any] = {"variants": [], "predicted": [], "asked": []}
+    for share in (0.9, 0.6, 0.45):
+        budget = partial(lambda share, plain: int(share * plain), share)
+        record = compile_schedule(request, budget, CUDA, profile=DEVICES["h100"], captured=captured).record
+        wrapped = monet_like.ScheduleWrapper(model, record, example=example, captured=captured)
+        found["variants"] += [running.task.variant for running in moments(captured.program, record.schedule, Free())]
+        found["predicted"].append(record.peak_bytes - record.extra_bytes)
+        found["asked"].append(step_peak(wrapped, example, CUDA))
+    return found
+
+
+#: Samples, heads of queries and of keys, their lengths, and the width of a head.
+ATTENTION = [
+    (2, 8, 8, 512, 512, 64), (2, 8, 8, 500, 300, 128), (2, 8, 8, 512, 512, 80), (2, 8, 2, 384, 384, 64),
+    (1, 4, 4, 130, 130, 16), (2, 10, 10, 4096, 77, 64),
+]  # fmt: skip
+
+
+def attention(_: str) -> dict[str, Any]:
+    """What gradients of fused attention take beside their results, and what a datasheet's profile says."""
+    found = {}
+    for kind in ("flash", "efficient"):
+        forward = getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention")
+        backward = getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention_backward")
+        for samples, heads, shared, length, keys, width in ATTENTION:
+            given = [
+                torch.zeros(samples, rows, count, width, device=CUDA, dtype=torch.bfloat16).transpose(1, 2)
+                for rows, count in ((length, heads), (keys, shared), (keys, shared))
+            ]
+            if kind == "flash":
+                out, norms, *lengths, seed, offset, _ = forward(*given)
+                run = partial(backward, out, *given, out, norms, *lengths, 0.0, False, seed, offset)
+            else:
+                out, norms, seed, offset = forward(*given, None, True)
+                wanted = [True, True, True, False]
+                run = partial(backward, out, *given, None, out, norms, seed, offset, 0.0, wanted)
+            run()
+            made = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in run()[:3]}
+            estimated = own_need(f"{backward._qualified_op_name.replace('::', '.')}.default", run.args, None)
+            taken = allocated_peak(run, CUDA) - sum(made.values())
+            found[f"{kind} {samples, heads, shared, length, keys, width}"] = [taken, estimated.gpu_bytes]
+    return found
+
+
 def saved(path: str) -> dict[str, Any]:
     """A schedule of a small net in a file, from a datasheet's rates."""
     model, example = torchvision.models.resnet18().to(CUDA), ((image(2, 64),), {})
@@ -516,6 +570,8 @@ WHAT = {
         workspaces,
         placed_loss,
         timed,
+        by_rates,
+        attention,
         saved,
         copies,
         live,

@@ -18,7 +18,8 @@ from monet_like.ir.program import Task
 from monet_like.profile.devices import DEVICES
 from monet_like.profile.gpu_paces import PACES
 from monet_like.profile.roofline import WORKSPACE_LIMIT_BYTES, operation_seconds, roofline
-from monet_like.profile.work import TILE, flops, works_of
+from monet_like.profile.work import flops, works_of
+from monet_like.profile.workspaces import TILE
 from monet_like.variants import admitted
 
 A100, CPU = DEVICES["a100"], DEVICES["cpu"]

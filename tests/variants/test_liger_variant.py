@@ -186,7 +186,7 @@ def test_prices(offered: Captured) -> None:
     assert gates - touched_bytes(offered, by_variant["swiglu.backward"]) == 4 * hidden
     limits = DEVICES["a100"]
     costs = roofline(offered, limits)
-    assert works_of(offered)[last.cost].partial_sums_bytes == weight
+    assert max(need.partial_sums_bytes for need in works_of(offered)[last.cost].needs) == weight
     assert costs[last.cost].workspace_bytes == (limits.multiprocessors + 1) * weight
     assert costs[train.cost].workspace_bytes == 0 < costs[train.cost].seconds
 

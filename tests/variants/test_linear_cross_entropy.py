@@ -14,10 +14,13 @@ from training import twin
 
 from monet_like.capture.captured import Captured
 from monet_like.capture.lower.step import capture
+from monet_like.ir.program import Task
 from monet_like.ir.schedule import Schedule, prune
 from monet_like.ir.simulate import simulate
 from monet_like.plan.baseline import store_all
+from monet_like.profile.devices import DEVICES
 from monet_like.profile.measure import allocated_peak
+from monet_like.profile.roofline import roofline
 from monet_like.profile.work import flops
 from monet_like.replay.wrapper import ScheduleWrapper
 from monet_like.variants import admitted
@@ -25,6 +28,7 @@ from monet_like.variants.linear_cross_entropy import PARTS
 
 TOKENS, WIDTH, CLASSES = (3, 43), 24, 1500
 #: By which product the logits are made.
+COLUMNS, KEPT = "_columns", "_kept"
 KINDS = ("", "_onednn") if torch.backends.mkldnn.is_available() else ("",)
 
 
@@ -57,9 +61,14 @@ def in_parts(captured: Captured, parts: int, kind: str = "") -> Schedule:
     """Store-all, with the head in parts."""
     program = captured.program
     name = f"linear_cross_entropy.{parts}{kind}"
-    (forward,) = (p for p, task in enumerate(program.tasks) if task.variant == name)
-    made = set(program.tasks[forward].writes)
     kept = store_all(program)
+    if kind == KEPT:
+        name = "linear_cross_entropy.kept"
+        ways = (next((k for k, way in enumerate(ways) if way.variant == name), 0) for ways in program.slots)
+        return prune(program, replace(kept, ways=tuple(ways)))
+    by_rows = name.removesuffix(COLUMNS)
+    (forward,) = (p for p, task in enumerate(program.tasks) if task.variant == by_rows)
+    made = set(program.tasks[forward].writes)
     others = (p for p in kept.forward if made.isdisjoint(program.tasks[p].writes))
     ways = (next((k for k, way in enumerate(ways) if way.variant == name), 0) for ways in program.slots)
     return prune(program, replace(kept, forward=tuple(sorted((*others, forward))), ways=tuple(ways)))
@@ -78,7 +87,10 @@ def step(model: nn.Module, args: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[st
     [
         (torch.float64, False, 1e-12, ""),
         *((torch.float32, False, 1e-5, kind) for kind in KINDS),
-        (torch.bfloat16, True, 1e-2, ""),
+        *((torch.bfloat16, True, 1e-2, kind) for kind in ("", COLUMNS, KEPT)),
+        (torch.float16, True, 1e-3, COLUMNS),
+        (torch.float32, False, 1e-5, KEPT),
+        (torch.float64, False, 1e-12, KEPT),
     ],
 )
 @pytest.mark.parametrize(
@@ -92,7 +104,12 @@ def test_gradients_are_those_of_the_whole(
         model.weight = model.weight.float()  # as the logits
     args = example()
     captured = admitted(capture(model, args), FULL)
-    record = record_for(captured, in_parts(captured, parts, kind), FULL, (model, args, {}))
+    schedule = in_parts(captured, parts, kind)
+    if kind in (COLUMNS, KEPT):
+        taken = {slot[way].variant for slot, way in zip(captured.program.slots, schedule.ways, strict=True)}
+        name = f"linear_cross_entropy.{parts}{COLUMNS}" if kind == COLUMNS else "linear_cross_entropy.kept"
+        assert (name in taken) != weighted  # weights of classes go by rows alone
+    record = record_for(captured, schedule, FULL, (model, args, {}))
     wrapped = ScheduleWrapper(twin(model), record, example=(args, {}), captured=captured)
     loss, plain = step(twin(model), args)
     other, gradients = step(wrapped, args)
@@ -116,6 +133,20 @@ def test_fewer_rows_than_parts_have_the_same_program_and_the_same_gradients() ->
     torch.testing.assert_close(loss, expected)
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, others[name], msg=name)
+
+
+def test_by_columns_no_tensor_is_as_large_as_the_weight() -> None:
+    """But its gradient, which is written once: in float32 it would be twice as large."""
+    args = tuple(t[:, :10].contiguous() for t in example())
+    model = Head(False, "mean", True, False).to(torch.bfloat16)
+    captured = admitted(capture(model, args), FULL)
+    weight = 2 * CLASSES * WIDTH
+    needs = {way.variant: work_of(captured, way) for slot in captured.program.slots for way in slot}
+    assert needs["linear_cross_entropy.16"] >= 2 * weight > weight > needs[f"linear_cross_entropy.16{COLUMNS}"]
+
+
+def work_of(captured: Captured, way: Task) -> int:
+    return roofline(captured, DEVICES["cpu"])[way.cost].workspace_bytes
 
 
 def test_logits_never_exist_at_once() -> None:

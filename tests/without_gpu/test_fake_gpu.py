@@ -148,6 +148,24 @@ def test_the_allocator_sees_what_is_predicted_of_other_models(ask: Ask) -> None:
 
 
 @pytest.mark.slow
+def test_plans_from_a_datasheet_need_what_they_predict(ask: Ask) -> None:
+    """Also while a gradient, or an MLP in tiles, is computed by several operators in one task."""
+    (found,) = ask("by_rates:large decoder")
+    assert any(variant.startswith("tiled_mlp") for variant in found["variants"]), found
+    for predicted, asked in zip(found["predicted"], found["asked"], strict=True):
+        assert 0.98 * predicted < asked <= predicted, found
+
+
+@pytest.mark.slow
+def test_a_datasheet_knows_what_gradients_of_attention_take(ask: Ask) -> None:
+    (found,) = ask("attention:")
+    cases = {name: counts for name, counts in found.items() if isinstance(counts, list)}
+    assert len(cases) == 12
+    for name, (taken, estimated) in cases.items():
+        assert taken <= estimated <= 1.02 * taken, (name, taken, estimated)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("resnet18", marks=needs_kernels), "large decoder"])
 def test_a_budget_has_room_for_what_cublas_keeps(ask: Ask, name: str) -> None:
     """By default, 32 MiB for each of two threads or for a product: all that is allocated, from nothing on, was
