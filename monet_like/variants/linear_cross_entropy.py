@@ -50,18 +50,21 @@ def offer(editor: Editor) -> None:
         if found is None:
             continue
         head, plain = found
-        ways = [plain]
+        gradients: dict[str, list[Call]] = {}
         norms = logits_gradient.norms(editor, head)
         for parts, onednn in product(PARTS, (False, True) if _by_onednn(editor, head) else (False,)):
             name = f"linear_cross_entropy.{parts}{'_onednn' if onednn else ''}"
             calls = list(_forward(editor, head, parts, onednn, norms))
             writes = nll.writes if norms is None else (*nll.writes, norms)
             editor.add(nll, calls, writes, name, word="conv", runs=nll.runs)
-            calls = list(_backward(editor, head, parts, onednn))
-            ways.append(make_task(f"{plain.name}.{name}", calls, plain.writes, editor.metas, variant=name, word="conv"))
-        for name, calls in logits_gradient.ways(editor, head, norms, PARTS):
-            ways.append(make_task(f"{plain.name}.{name}", calls, plain.writes, editor.metas, variant=name, word="conv"))
-        merges.append((head.slots[0], len(head.slots), ways))
+            if norms is None:  # else by columns, in less time and memory
+                gradients[name] = list(_backward(editor, head, parts, onednn))
+        gradients |= logits_gradient.ways(editor, head, norms, PARTS)
+        others = (
+            make_task(f"{plain.name}.{name}", calls, plain.writes, editor.metas, variant=name, word="conv")
+            for name, calls in gradients.items()
+        )
+        merges.append((head.slots[0], len(head.slots), [plain, *others]))
     for first, count, ways in sorted(merges, reverse=True, key=lambda merge: merge[0]):
         editor.merge(first, ways, count)
 

@@ -60,18 +60,20 @@ def norms(editor: Editor, head: Head) -> int | None:
     return editor.value(f"{head.tasks[-1].name}.norms", "forward", meta)
 
 
-def ways(editor: Editor, head: Head, norms: int | None, parts: Sequence[int]) -> Iterator[tuple[str, list[Call]]]:
-    """The names of variants, and the calls of each that write all gradients.
+def ways(editor: Editor, head: Head, norms: int | None, parts: Sequence[int]) -> dict[str, list[Call]]:
+    """Of each variant, by name, the calls that write all gradients.
 
     Args:
         norms: as the function of this name returns them.
         parts: into how many the vocabulary is cut; the last for log-probabilities that were kept.
     """
+    found: dict[str, list[Call]] = {}
     if _is_plain(editor, head):
-        yield "linear_cross_entropy.kept", list(_by_columns(editor, head, parts[-1], None))
+        found["linear_cross_entropy.kept"] = list(_by_columns(editor, head, parts[-1], None))
     if norms is not None:
         for count in parts:
-            yield f"linear_cross_entropy.{count}_columns", list(_by_columns(editor, head, count, Ref(norms)))
+            found[f"linear_cross_entropy.{count}_columns"] = list(_by_columns(editor, head, count, Ref(norms)))
+    return found
 
 
 def _is_plain(editor: Editor, head: Head) -> bool:

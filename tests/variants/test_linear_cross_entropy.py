@@ -104,6 +104,8 @@ def test_gradients_are_those_of_the_whole(
         model.weight = model.weight.float()  # as the logits
     args = example()
     captured = admitted(capture(model, args), FULL)
+    if kind == "" and dtype == torch.bfloat16 and not weighted:
+        pytest.skip("by columns instead")
     schedule = in_parts(captured, parts, kind)
     if kind in (COLUMNS, KEPT):
         taken = {slot[way].variant for slot, way in zip(captured.program.slots, schedule.ways, strict=True)}
@@ -142,7 +144,12 @@ def test_by_columns_no_tensor_is_as_large_as_the_weight() -> None:
     captured = admitted(capture(model, args), FULL)
     weight = 2 * CLASSES * WIDTH
     needs = {way.variant: work_of(captured, way) for slot in captured.program.slots for way in slot}
-    assert needs["linear_cross_entropy.16"] >= 2 * weight > weight > needs[f"linear_cross_entropy.16{COLUMNS}"]
+    assert needs[f"linear_cross_entropy.16{COLUMNS}"] < weight and "linear_cross_entropy.16" not in needs
+    weighted = Head(False, "mean", True, True).to(torch.bfloat16)
+    weighted.weight = weighted.weight.float()
+    captured = admitted(capture(weighted, args), FULL)
+    needs = {way.variant: work_of(captured, way) for slot in captured.program.slots for way in slot}
+    assert needs["linear_cross_entropy.16"] >= 2 * weight
 
 
 def work_of(captured: Captured, way: Task) -> int:

@@ -67,7 +67,7 @@ def test_padded_products_make_the_same(loss: bool, bias: bool) -> None:
     of = captured(Head(loss, bias), 37, WIDTH, dtype=torch.bfloat16, mode=FULL)
     found = pairs(of)
     variants = {way.variant for _, way in found}
-    kinds = ("4", "16", "kept", "4_columns", "16_columns")
+    kinds = ("4", "16", "kept", "4_columns", "16_columns")  # by rows in the forward
     assert variants == {"padded", *(f"linear_cross_entropy.{kind}_padded" for kind in kinds if loss)}
     for own, way in found:
         inputs: dict[int, torch.Tensor] = {}
