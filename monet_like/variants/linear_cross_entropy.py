@@ -60,6 +60,10 @@ def offer(editor: Editor) -> None:
             if norms is None:  # else by columns, in less time and memory
                 gradients[name] = list(_backward(editor, head, parts, onednn))
         gradients |= logits_gradient.ways(editor, head, norms, PARTS)
+        if logits_gradient.KEPT in gradients:
+            softmax = head.tasks[-2]
+            calls = list(_kept(editor, head, PARTS[-1]))
+            editor.add(softmax, calls, softmax.writes, logits_gradient.KEPT, word="conv", runs=softmax.runs)
         others = (
             make_task(f"{plain.name}.{name}", calls, plain.writes, editor.metas, variant=name, word="conv")
             for name, calls in gradients.items()
@@ -177,6 +181,20 @@ def _forward(editor: Editor, head: Head, parts: int, onednn: bool, norms: int | 
     if reduction == 1:
         yield Call("aten.div.Tensor", (Ref("loss_sum"), Ref("total_sum")), (), (Ref("mean"),))
         yield Call("aten._to_copy.default", (Ref("mean"),), (("dtype", dtype),), (loss,))
+
+
+def _kept(editor: Editor, head: Head, parts: int) -> Iterator[Call]:
+    """The calls that make all log-probabilities, from the logits of each part."""
+    (kept,) = head.tasks[-2].writes
+    meta = editor.metas[kept]
+    place = (("dtype", meta.dtype), ("device", meta.device))
+    yield from _start(head, onednn=False)
+    yield Call("aten.empty_strided.default", (meta.shape, meta.stride), place, (Ref(kept),))
+    for part, begin, end in _rows(editor, head, parts):
+        (*calls, softmax), into = _probabilities(head, part, begin, end, onednn=False)[0], Ref(f"kept_{part}")
+        yield from calls
+        yield Call("aten.slice.Tensor", (Ref(kept), 0, begin, end), (), (into,))
+        yield Call("aten._log_softmax.out", softmax.args, (("out", into),), (into,))
 
 
 def _backward(editor: Editor, head: Head, parts: int, onednn: bool) -> Iterator[Call]:

@@ -19,6 +19,8 @@ import torch
 from ..ir.program import Call, Ref, Task
 from .editor import Editor, like
 
+#: The variant of kept log-probabilities.
+KEPT = "linear_cross_entropy.kept"
 #: Parts of the vocabulary are multiples of this, but for the last: rows of 16 bytes and more are fast.
 _STEP = 64
 _HALF = (torch.float16, torch.bfloat16)
@@ -69,7 +71,7 @@ def ways(editor: Editor, head: Head, norms: int | None, parts: Sequence[int]) ->
     """
     found: dict[str, list[Call]] = {}
     if _is_plain(editor, head):
-        found["linear_cross_entropy.kept"] = list(_by_columns(editor, head, parts[-1], None))
+        found[KEPT] = list(_by_columns(editor, head, parts[-1], None))
     if norms is not None:
         for count in parts:
             found[f"linear_cross_entropy.{count}_columns"] = list(_by_columns(editor, head, count, Ref(norms)))

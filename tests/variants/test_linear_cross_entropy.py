@@ -65,7 +65,10 @@ def in_parts(captured: Captured, parts: int, kind: str = "") -> Schedule:
     if kind == KEPT:
         name = "linear_cross_entropy.kept"
         ways = (next((k for k, way in enumerate(ways) if way.variant == name), 0) for ways in program.slots)
-        return prune(program, replace(kept, ways=tuple(ways)))
+        forward = [p for p, task in enumerate(program.tasks) if task.variant == name]
+        made = {value for p in forward for value in program.tasks[p].writes}
+        others = (p for p in kept.forward if made.isdisjoint(program.tasks[p].writes))
+        return prune(program, replace(kept, forward=tuple(sorted((*others, *forward))), ways=tuple(ways)))
     by_rows = name.removesuffix(COLUMNS)
     (forward,) = (p for p, task in enumerate(program.tasks) if task.variant == by_rows)
     made = set(program.tasks[forward].writes)
