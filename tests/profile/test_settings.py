@@ -45,7 +45,9 @@ def _put_back() -> Iterator[None]:
     )
     others += [(matmul, name, getattr(matmul, name)) for name in reduced]
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    by_old_name = cudnn.allow_tf32, matmul.allow_tf32
     yield
+    cudnn.allow_tf32, matmul.allow_tf32 = by_old_name  # which PyTorch keeps beside the precisions
     for part, precision in precisions:
         part.fp32_precision = precision
     for part, name, value in others:

@@ -144,7 +144,10 @@ def test_only_float32_is_tolerated_more() -> None:
 def _put_back() -> Iterator[None]:
     parts = (torch.backends.cudnn.conv, torch.backends.cudnn.rnn, torch.backends.cuda.matmul)
     before = [part.fp32_precision for part in parts]
+    by_old_name = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
     yield
+    # PyTorch keeps these beside the precisions.
+    torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = by_old_name
     for part, precision in zip(parts, before, strict=True):
         part.fp32_precision = precision
 
