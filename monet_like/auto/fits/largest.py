@@ -48,6 +48,8 @@ class _Search:
             self._capture(2)
         self._prices: dict[int, list[Priced]] = {}
         self._peaks: dict[tuple[str, int], tuple[int, int]] = {}
+        #: By size, the points of ours with the lowest peak.
+        self._lowest: dict[int, list[Point]] = {}
 
     def _capture(self, begin: int) -> None:
         """Capture the step at two or three sizes from this one on."""
@@ -102,14 +104,24 @@ class _Search:
             menus = [every[kind] for kind in kinds]
             step = step_of(self.answer.asked, pieces, 0, all_shared(menus))
             start = [price.checkpoint if way == "ours" else menu[0] for price, menu in zip(prices, every, strict=True)]
-            points = _least(step, kinds, start, every)
-            chosen = [points[kind] for kind in kinds]
-            streaming = streaming_of(pieces, self.card) if way == "host" else None
-            if streaming is not None:
-                chosen = [replace(p, ahead=int(size > 0)) for p, size in zip(chosen, streaming.bytes, strict=True)]
-            exact = step_of(self.answer.asked, pieces, 0, [point.shared for point in chosen], streaming)
-            self._peaks[way, size] = peak_of(exact, chosen)[0], pinned_bytes(pieces, chosen)
+            tried = [_least(step, kinds, start, every)]
+            if way == "host":  # also what is lowest without the host
+                self._peak("ours", size)
+                tried.append(self._lowest[size])
+            found = [(*self._exact(pieces, [points[kind] for kind in kinds], way), points) for points in tried]
+            peak, there, lowest = min(found, key=lambda each: each[0])
+            self._peaks[way, size] = peak, there
+            if way == "ours":
+                self._lowest[size] = lowest
         return self._peaks[way, size]
+
+    def _exact(self, pieces: Pieces, chosen: list[Point], way: str) -> tuple[int, int]:
+        """The peak with these points, and bytes of the host."""
+        streaming = streaming_of(pieces, self.card) if way == "host" else None
+        if streaming is not None:
+            chosen = [replace(p, ahead=int(size > 0)) for p, size in zip(chosen, streaming.bytes, strict=True)]
+        exact = step_of(self.answer.asked, pieces, 0, [point.shared for point in chosen], streaming)
+        return peak_of(exact, chosen)[0], pinned_bytes(pieces, chosen)
 
     def _with_host(
         self, pieces: Pieces, prices: Sequence[Priced], kinds: Sequence[int], size: int
