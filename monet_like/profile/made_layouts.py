@@ -20,7 +20,7 @@ from ..ir.program import RESIDENT_KINDS, Task
 from ..ops.sync_batch_norm import COMMUNICATING
 from ..runtime.codegen import Block, compile_block
 from ..runtime.operators import without_fallback
-from .observing import makes
+from .observing import made_by
 from .task_inputs import Inputs
 
 
@@ -35,7 +35,7 @@ def as_made(captured: Captured, device: torch.device) -> Captured:
     known.update(captured.program.tangents)
     made: dict[Any, tuple[TensorMeta, ...]] = {}  # by operators, and what they read looks like
     for task in captured.every_task():
-        writes = tuple(v for v in task.writes if makes(task, v) and values[v].spec != "state")
+        writes = tuple(v for v in made_by(task) if values[v].spec != "state")
         fresh = [v for v in writes if v not in known]
         if not fresh or task.copies:
             continue

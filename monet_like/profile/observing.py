@@ -59,9 +59,10 @@ def observe(captured: Captured, task: Task, observers: Sequence[Observer]) -> No
         observer.note(overload(call.op), args, kwargs, results if call.unpack else results[0])
 
 
-def makes(task: Task, value: int) -> bool:
-    """Whether a value is a tensor that a call of the task makes; others are side effects."""
-    return any(out is not None and out.name == value for call in task.calls for out in call.outs)
+def made_by(task: Task) -> tuple[int, ...]:
+    """What a task writes and one of its calls makes: tensors; the rest are side effects."""
+    made = {out.name for call in task.calls for out in call.outs if out is not None}
+    return tuple(value for value in task.writes if value in made)
 
 
 def _is_operator(call: Call) -> bool:
@@ -83,8 +84,7 @@ def _run_fake(captured: Captured, task: Task, observers: Sequence[Observer]) -> 
     """
     calls = tuple(call for call in task.calls if not call.op.endswith(RANDOM_STATE))
     task = replace(task, calls=calls)
-    made = tuple(v for v in task.writes if makes(task, v))  # they live on where the task does not
-    run = compile_block(Block(task.reads, (task,), (), made), task.name)
+    run = compile_block(Block(task.reads, (task,), (), made_by(task)), task.name)
     mode = shape_mode()
     with contextlib.ExitStack() as stack:
         stack.enter_context(mode)

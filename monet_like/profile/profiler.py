@@ -27,7 +27,7 @@ from ..runtime.codegen import Block, compile_block
 from ..runtime.operators import without_fallback
 from ..runtime.out_of_memory import silent
 from .measure import allocated_peak, seconds_of
-from .observing import makes
+from .observing import made_by
 from .task_inputs import Inputs
 
 #: Called with (what, done, total) as profiling goes on.
@@ -165,7 +165,7 @@ class _Trial:
         self.task, self._maker, self._is_short = task, maker, False
         if task.word == ALGORITHMS and not all(runs_here(call.op, maker.device.type) for call in task.calls):
             raise ProfileError(f"{task.name} does not run here")  # what would be measured is PyTorch's own
-        writes = tuple(v for v in task.writes if makes(task, v))
+        writes = made_by(task)
         self._run = compile_block(Block(task.reads, (task,), (), writes), task.name, COMMUNICATING | without_fallback())
         try:
             allocated = self._by_itself(self._peak)

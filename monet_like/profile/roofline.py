@@ -46,7 +46,7 @@ def roofline(captured: Captured, limits: DeviceLimits) -> dict[str, Cost]:
     * a convolution on a GPU: what is estimated above;
     * the gradient of fused attention on a GPU: that of the queries in float32, and of keys and values one for each head
       of the queries (as PyTorch's flash and efficient kinds allocate them; cuDNN's is taken to be like flash);
-    * the gradients of softmax, logsumexp and binary cross-entropy on a GPU: tensors of their input's size;
+    * the gradient of softmax, logsumexp, and binary cross-entropy with logits on a GPU: tensors of their input's size;
     * a product with a dropped cache: a copy of what is kept or of some rows; one with a 4-bit weight dequantises it;
     * cuDNN's batch norm: the gradient of its input, even where nobody wants it;
     * Liger's gradient of RMS norm: a row of float32 for each multiprocessor, and the sum of these;

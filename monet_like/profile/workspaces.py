@@ -17,7 +17,7 @@ from ..ops import liger
 from ..ops.caches import largest_kept
 from ..runtime.batch_norm import CUDNN_BACKWARD
 from .gpu_paces import is_channels_last
-from .observing import Observer, makes
+from .observing import Observer, made_by
 
 IM2COL = "aten._slow_conv2d_forward.default"
 CONVOLUTIONS = ("aten.convolution.default", "aten.convolution_backward.default")
@@ -75,7 +75,7 @@ class Workspaces(Observer):
         #: Of operators with equal needs of their own, that with the most between them.
         self._noted: dict[Need, int] = {}
         self._other = Need(_unwanted_bytes(captured, task)), Need(convolution_bytes=_im2col_bytes(captured, task))
-        self._written = sum(captured.metas[v].storage_bytes for v in task.writes if makes(task, v))
+        self._written = sum(captured.metas[v].storage_bytes for v in made_by(task))
         self._begun = False
         self._taken = task.reads.index(task.overwrites) if task.overwrites is not None else None
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}

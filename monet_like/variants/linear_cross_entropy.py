@@ -5,7 +5,9 @@ logits, their float32 copy, log-probabilities, and a gradient of each. In parts,
 the backward computes the logits of each part again. One more product of the layer saves all but 1/parts of these
 tensors.
 
-``conv`` admits it: sums over rows are added part by part and agree up to rounding.
+``conv`` admits it: sums over rows are added part by part and agree up to rounding. 16-bit gradients of the
+weight are summed in float32 by rows, which is so where classes have weights; else they are made by parts of the
+vocabulary (`logits_gradient`).
 """
 
 from __future__ import annotations
