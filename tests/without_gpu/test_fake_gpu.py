@@ -110,10 +110,10 @@ def test_when_memory_ends_it_is_said_what_holds_it(ask: Ask) -> None:
 def test_when_memory_ends_in_a_block_it_is_said_what_the_step_needs_there(ask: Ask) -> None:
     (found,) = ask("out_of_memory_in_blocks:decoder", **SMALL_WORKSPACES)
     assert len(found["said"]) == 2, found["said"]
-    for said, stage in zip(found["said"], ("backward", "forward"), strict=True):
+    for said, stage, block in zip(found["said"], ("backward", "forward"), found["blocks"], strict=True):
         first, there, peak = said.splitlines()[:3]
-        assert first.startswith(f"out of memory in the {stage} of block 0's scheduled step"), said
-        assert there == f"  predicted there              {format_bytes(found['moments'][f'the {stage} of 0'])}"
+        assert first.startswith(f"out of memory in the {stage} of block {block}'s scheduled step"), said
+        assert there == f"  predicted there              {format_bytes(found['moments'][f'the {stage} of {block}'])}"
         assert peak.startswith(
             f"  predicted peak of the step   {format_bytes(max(found['moments'].values()))}, budget "
         )
