@@ -12,7 +12,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...errors import CaptureError
-from ...ir.program import Call, Program, Ref, Runs, Task
+from ...ir.program import Call, Program, Ref, Task
 from ..annotations import called_in_place, is_held, layer_of, mark_of
 from ..captured import Captured, Tensor, TensorMeta
 from ..constants import Constants
@@ -226,16 +226,13 @@ class Lowering(Values):
             call = Call("aten.clone.default", (whole,), (), call.outs)
         calls, call = with_own_memory(self, node, calls, call)
         if (rule := rule_of(self, node, call)) is not None:
-            rule(self, node, calls, call, writes)
+            rule(self, node, (*calls, call), writes)
         elif info.backward:
             self.slots.append(self.make_task(node.name, (*calls, call), writes))
             if is_random(node):
                 self.drawn.update(writes)
-        elif self.in_backward:
-            self.again.append(self.make_task(node.name, (*calls, call), writes, runs="again"))
         else:
-            runs: Runs = "first" if self.reads_updated_resident(node) else "both"
-            self.tasks.append(self.make_task(node.name, (*calls, call), writes, runs=runs))
+            self.add_forward_task(node, (*calls, call), writes)
 
     def _finish(self, node: fx.Node) -> Captured:
         """The captured step, from the output ``node`` of the graph."""

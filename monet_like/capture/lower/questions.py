@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from ...ir.program import Call, Ref, Runs
+from ...ir.program import Call, Ref
 from ...runtime.questions import ASK, SIZED, SIZES
 from ..captured import cost_key
 from ..trace.sizes import with_tensors
@@ -20,12 +20,10 @@ def add_question(lowering: Values, node: fx.Node) -> None:
     asked = [lowering.emit(tensor, calls) for tensor in tensors]
     assert lowering.flat.answers is not None
     answer = lowering.flat.answers[number]
-    effect = lowering.new_state(f"{node.name}.answer", 0)
-    lowering.effects.append(effect)
     op, options = (SIZES, ()) if answer.is_size else (answer.op, answer.options)
     call = Call(ASK, (number, op, *asked), options, ())
     alike = cost_key((*calls, replace(call, args=(0, *call.args[1:]))), lowering.metas)
-    lowering.tasks.append(lowering.make_task(node.name, (*calls, call), (effect,), runs="first", cost=alike))
+    lowering.add_effect(node.name, (*calls, call), f"{node.name}.answer", cost=alike)
     lowering.nodes[node] = NodeResult(node.meta["val"], False)
 
 
@@ -43,6 +41,4 @@ def add_sized(lowering: Values, node: fx.Node) -> None:
     writes = [lowering.new_value(f"{node.name}.{place}", "forward", result) for place, result in enumerate(results)]
     lowering.nodes[node] = NodeResult(results, False)
     call = Call(SIZED, (answer.op, answer.value), given, tuple(map(Ref, writes)), unpack=True)
-    runs: Runs = "again" if lowering.in_backward else "first" if lowering.reads_updated_resident(node) else "both"
-    task = lowering.make_task(node.name, (*calls, call), writes, runs=runs)
-    (lowering.again if lowering.in_backward else lowering.tasks).append(task)
+    lowering.add_forward_task(node, (*calls, call), writes)

@@ -22,9 +22,8 @@ from .eager_results import (
 )
 from .values import NodeResult, Values, args_of, empty_call, operator_of
 
-#: Lowers a node that makes new storages: to the last of its calls, after those that lead to it, and to the values it
-#: writes.
-Rule = Callable[[Values, fx.Node, Sequence[Call], Call, Sequence[int]], None]
+#: Lowers a node that makes new storages. It gets the views that lead to its arguments and its call, and what it writes.
+Rule = Callable[[Values, fx.Node, Sequence[Call], Sequence[int]], None]
 
 
 def rule_of(lowering: Values, node: fx.Node, call: Call) -> Rule | None:
@@ -38,7 +37,7 @@ def rule_of(lowering: Values, node: fx.Node, call: Call) -> Rule | None:
     if call.op == "aten.convolution_backward.default" and call.outs[0] is not None and any(call.outs[1:]):
         return lower_convolution_backward
     if is_random(node) and not lowering.nodes[node].backward and not lowering.in_backward:
-        return lower_random_call
+        return lower_random
     return None
 
 
@@ -103,22 +102,14 @@ def lower_batch_norm(
     """
     x, weight, bias, *running, _, momentum, eps = args
     before = calls
-    if not lowering.is_buffer_node(
-        args_of(node)[3]
-    ):  # instance norm has statistics of every sample, copies of the buffers
+    # Instance norm has statistics of every sample, copies of the buffers.
+    if not lowering.is_buffer_node(args_of(node)[3]):
         moved = [out or Ref(f"new_{name}") for name, out in zip(("mean", "var"), outs[3:], strict=True)]
         copies = (Call("aten.clone.default", (old,), (), (new,)) for old, new in zip(running, moved, strict=True))
         before, running = [*calls, *copies], moved
-    effect = lowering.new_state(f"{node.name}.statistics", 0)
-    lowering.effects.append(effect)
     update = Call(NATIVE, (x, weight, bias, *running, True, momentum, eps), (), tuple(outs[:3]), True)
-    again = Call(
-        "aten._native_batch_norm_legit.no_stats",
-        (x, weight, bias, True, momentum, eps),
-        (),
-        (outs[0], None, None),
-        True,
-    )
+    of_batch = (x, weight, bias, True, momentum, eps)
+    again = Call("aten._native_batch_norm_legit.no_stats", of_batch, (), (outs[0], None, None), True)
     made = writes[:1]
     if node in lowering.by_cudnn:
         reserve = lowering.by_cudnn[node]
@@ -126,26 +117,24 @@ def lower_batch_norm(
         again = replace(update, args=(x, weight, bias, None, None, *update.args[5:]), outs=(*again.outs, reserve))
         left = [cast(int, reserve.name)] if reserve else []
         writes, made = [*writes, *left], [*made, *left]
-    lowering.tasks.append(lowering.make_task(node.name, (*before, update), (*writes, effect), runs="first"))
+    lowering.add_effect(node.name, (*before, update), f"{node.name}.statistics", writes)
     if outs[0] is not None:
         lowering.tasks.append(lowering.make_task(f"{node.name}.again", (*calls, again), made, runs="again"))
 
 
-def lower_gather(lowering: Values, node: fx.Node, calls: Sequence[Call], call: Call, writes: Sequence[int]) -> None:
+def lower_gather(lowering: Values, node: fx.Node, calls: Sequence[Call], writes: Sequence[int]) -> None:
     """SyncBatchNorm's statistics. The processes exchange them once, in the forward, even if nothing reads them."""
-    effect = lowering.new_state(f"{node.name}.statistics", 0)
-    lowering.effects.append(effect)
+    *views, call = calls
     if call.outs[3] is None and call.outs[4] is None:  # the running statistics, if there are any, are updated in place
         call = replace(call, op="monet_like.sync_batch_norm_gather.default", outs=call.outs[:3])
-    lowering.tasks.append(lowering.make_task(node.name, (*calls, call), (*writes, effect), runs="first"))
+    lowering.add_effect(node.name, (*views, call), f"{node.name}.statistics", writes)
 
 
-def lower_observer(lowering: Values, node: fx.Node, calls: Sequence[Call], call: Call, writes: Sequence[int]) -> None:
+def lower_observer(lowering: Values, node: fx.Node, calls: Sequence[Call], writes: Sequence[int]) -> None:
     """Fake quantisation. Its observer sees the tensor once, in the forward, and updates buffers in place."""
-    effect = lowering.new_state(f"{node.name}.observer", 0)
-    lowering.effects.append(effect)
+    *views, call = calls
     call = replace(call, op="aten._fused_moving_avg_obs_fq_helper.default", outs=call.outs[:2])
-    lowering.tasks.append(lowering.make_task(node.name, (*calls, call), (*writes, effect), runs="first"))
+    lowering.add_effect(node.name, (*views, call), f"{node.name}.observer", writes)
 
 
 def has_effect(node: fx.Node) -> bool:
@@ -153,33 +142,31 @@ def has_effect(node: fx.Node) -> bool:
     return "in_order" in node.meta  # see `drop_tokens`
 
 
-def lower_effect(lowering: Values, node: fx.Node, calls: Sequence[Call], call: Call, writes: Sequence[int]) -> None:
+def lower_effect(lowering: Values, node: fx.Node, calls: Sequence[Call], writes: Sequence[int]) -> None:
     """An operator that is called for what it does: once, in its place.
 
     It is not measured: random inputs may raise its error.
     """
-    call = call if writes else replace(call, outs=())
+    if not writes:
+        calls = (*calls[:-1], replace(calls[-1], outs=()))
     if lowering.in_backward:
-        lowering.slots.append(lowering.make_task(node.name, (*calls, call), writes, cost=""))
-        return
-    effect = lowering.new_state(f"{node.name}.done", 0)
-    lowering.effects.append(effect)
-    lowering.tasks.append(lowering.make_task(node.name, (*calls, call), (*writes, effect), runs="first", cost=""))
+        lowering.slots.append(lowering.make_task(node.name, calls, writes, cost=""))
+    else:
+        lowering.add_effect(node.name, calls, f"{node.name}.done", writes, cost="")
 
 
-def lower_convolution_backward(
-    lowering: Values, node: fx.Node, calls: Sequence[Call], call: Call, _: Sequence[int]
-) -> None:
+def lower_convolution_backward(lowering: Values, node: fx.Node, calls: Sequence[Call], _: Sequence[int]) -> None:
     """The gradients of a convolution as two slots: first weight and bias, then the input, as PyTorch computes them.
 
     So each can have its own way, and the second does not read the convolution's input.
     """
+    *views, call = calls
     of_input, *of_weights = call.outs
     parts: dict[str, tuple[Ref | None, ...]] = {"weight": (None, *of_weights), "input": (of_input, None, None)}
     for name, outs in parts.items():
         part = Call(call.op, (*call.args[:-1], [out is not None for out in outs]), call.kwargs, outs, True)
         writes = cast("list[int]", [out.name for out in outs if out is not None])
-        lowering.slots.append(lowering.make_task(f"{node.name}.{name}", (*calls, part), writes))
+        lowering.slots.append(lowering.make_task(f"{node.name}.{name}", (*views, part), writes))
 
 
 def is_random(node: fx.Node) -> bool:
@@ -195,22 +182,13 @@ def is_random(node: fx.Node) -> bool:
     return bool(given != 0.0)
 
 
-def lower_random_call(
-    lowering: Values, node: fx.Node, calls: Sequence[Call], call: Call, writes: Sequence[int]
-) -> None:
-    """A random operator of the forward, see `lower_random`."""
-    lower_random(lowering, node, (*calls, call), writes)
-
-
 def lower_random(lowering: Values, node: fx.Node, calls: Sequence[Call], writes: Sequence[int]) -> None:
-    """A random operator. When it runs again, it starts from the generator's state of the first run.
+    """A random operator of the forward. When it runs again, it starts from the generator's state of the first run.
 
     If nothing reads its result it still runs once, because later draws depend on the generator's state.
     """
     if node not in lowering.read_nodes:
-        effect = lowering.new_state(f"{node.name}.drawn", 0)
-        lowering.effects.append(effect)
-        lowering.tasks.append(lowering.make_task(node.name, calls, (*writes, effect), runs="first"))
+        lowering.add_effect(node.name, calls, f"{node.name}.drawn", writes)
         return
     device = str(lowering.metas[writes[0]].device)
     bytes_ = 5056 if device == "cpu" else 0  # state of the CPU's generator; that of CUDA's is a few bytes on the host

@@ -32,8 +32,6 @@ def add_update(lowering: Values, target: Any, node: fx.Node) -> None:
     lowering.changed.add(buffer)
     if not tensor.calls and lowering.metas[tensor.value] == lowering.metas[buffer]:
         lowering.contents[tensor.value] = buffer
-    effect = lowering.new_state(f"{name}.update", 0)
-    lowering.effects.append(effect)
     counted = _counting_tasks(lowering, tensor.value, buffer) if tensor.value in lowering.contents else []
     if counted:  # num_batches_tracked: counted where it lives, as in eager mode
         lowering.tasks = [task for task in lowering.tasks if task not in counted]
@@ -42,7 +40,7 @@ def add_update(lowering: Values, target: Any, node: fx.Node) -> None:
         )
     else:
         calls = (*tensor.calls, Call("aten.copy_.default", (Ref(buffer), tensor.ref), (), ()))
-    lowering.tasks.append(lowering.make_task(f"{name}.update", calls, (effect,), runs="first"))
+    lowering.add_effect(f"{name}.update", calls, f"{name}.update")
 
 
 def _counting_tasks(lowering: Values, value: int, buffer: int) -> list[Task]:

@@ -15,7 +15,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 
 from ...errors import CaptureError
-from ...ir.program import Call, Ref, Task, Value
+from ...ir.program import Call, Ref, Runs, Task, Value
 from ..annotations import Mark, called_in_place, eager_layouts
 from ..captured import Tensor, TensorMeta, make_task
 from ..quantised import int8_weights
@@ -60,9 +60,8 @@ class Values:
         # The model's tensors.
         self.parameters: list[tuple[str, int]] = []
         self.buffers: list[tuple[str, int]] = []
-        self.named: dict[
-            int, tuple[str, NodeResult]
-        ] = {}  # identity of a parameter or buffer -> its first name, its node
+        # Identity of a parameter or buffer -> its first name, its node.
+        self.named: dict[int, tuple[str, NodeResult]] = {}
         self.first_name: dict[str, str] = {}  # the tracer's name of a tensor -> the tensor's first name
         self.constants: dict[str, torch.Tensor] = {}
         self.attributes: dict[str, fx.Node] = {}  # the first node of each tensor that is an attribute of the graph
@@ -71,17 +70,11 @@ class Values:
         # Inputs and incoming gradients.
         self.inputs: dict[int, int] = {}
         self.tangent_of: dict[int, int] = {}  # position of an output -> value of its incoming gradient
-        self.unread_tangents: dict[
-            fx.Node, int
-        ] = {}  # incoming gradients that no node has read yet -> position of the output
-        self.written: dict[
-            int, int
-        ] = {}  # position of an input that the forward changes -> its position among the outputs
+        self.unread_tangents: dict[fx.Node, int] = {}  # those that no node has read yet -> position of the output
+        self.written: dict[int, int] = {}  # position of an input that the forward changes -> that among the outputs
         # Facts remembered about operators.
         self.drawn: set[int] = set()  # noise that slots draw: the order of these slots counts
-        self.noises: dict[
-            fx.Node, int
-        ] = {}  # dropout on a CPU: node of the mask -> value of the noise that replaces it
+        self.noises: dict[fx.Node, int] = {}  # dropout on a CPU: node of the mask -> the noise that replaces it
         self.int8_weights = int8_weights(flat.model)
         self.by_cudnn: dict[fx.Node, Ref | None] = {}  # batch norm that cuDNN computes -> its reserve
         self.in_backward = False
@@ -115,6 +108,22 @@ class Values:
     def make_task(self, name: str, calls: Sequence[Call], writes: Sequence[int], **options: Any) -> Task:
         """A task of the program, with the options of `captured.make_task`."""
         return make_task(name, calls, writes, self.metas, **options)
+
+    def add_effect(
+        self, name: str, calls: Sequence[Call], effect: str, writes: Sequence[int] = (), **options: Any
+    ) -> None:
+        """A task of the forward that is run for what it does: once, whether anything reads what it writes or not.
+
+        Args:
+            effect: name of the value that stands for what it does.
+        """
+        self.effects.append(self.new_state(effect, 0))
+        self.tasks.append(self.make_task(name, calls, (*writes, self.effects[-1]), runs="first", **options))
+
+    def add_forward_task(self, node: fx.Node, calls: Sequence[Call], writes: Sequence[int]) -> None:
+        """The task of a node that needs no incoming gradient."""
+        runs: Runs = "again" if self.in_backward else "first" if self.reads_updated_resident(node) else "both"
+        (self.again if self.in_backward else self.tasks).append(self.make_task(node.name, calls, writes, runs=runs))
 
     def result_of(self, node: fx.Node) -> torch.Tensor:
         """The fake tensor that a node makes."""
@@ -213,7 +222,7 @@ class Values:
     @cached_property
     def read_nodes(self) -> set[fx.Node]:
         """Nodes on which a result, a gradient or an update of a buffer depends."""
-        pending = [next(iter(reversed(self.graph.nodes)))]
+        pending = [self.output]
         found = set(pending)
         while pending:
             fresh = set(pending.pop().all_input_nodes) - found
