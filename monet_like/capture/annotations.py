@@ -85,9 +85,14 @@ def marked_modules() -> contextlib.AbstractContextManager[None]:
     return in_modules(lambda module: _active(kind) if (kind := module.__dict__.get(_ATTRIBUTE)) else None)
 
 
+def _noted(meta: Mapping[str, Any], key: str) -> Any:
+    """What `torch.fx.traceback.annotate` has noted of a node, or of what is being traced."""
+    return (meta.get("custom") or {}).get(key)
+
+
 def mark_of(node: fx.Node) -> Mark | None:
     """The mark of a traced node."""
-    found: Mark | None = (node.meta.get("custom") or {}).get(_MARK_KEY)
+    found: Mark | None = _noted(node.meta, _MARK_KEY)
     return found
 
 
@@ -129,7 +134,7 @@ def named_layers(model: nn.Module) -> contextlib.AbstractContextManager[None]:
 
 def layer_of(node: fx.Node) -> str | None:
     """The name of the innermost module in whose call a node was traced; "" for the model itself, None if unknown."""
-    found: str | None = (node.meta.get("custom") or {}).get(_LAYER_KEY)
+    found: str | None = _noted(node.meta, _LAYER_KEY)
     return found
 
 
@@ -169,11 +174,9 @@ class InPlaceCalls(NotedInPlace):
     ) -> Any:
         kwargs = dict(kwargs or {})
         if func == _SET_DATA:
-            if (
-                args[0] is args[1]
-            ):  # it has the memory that it is given, as a layer of bitsandbytes gives it in every call
+            if args[0] is args[1]:  # as a layer of bitsandbytes sets it in every call
                 return None
-            layer = (torch.fx.traceback.current_meta.get("custom") or {}).get(_LAYER_KEY)
+            layer = _noted(torch.fx.traceback.current_meta, _LAYER_KEY)
             raise CaptureError(
                 f"the forward{f' of {layer}' if layer else ''} assigns a tensor's .data, and a schedule cannot; write "
                 "into it: tensor.copy_(...), or if a layer does so in its first call alone, call the model once before"
@@ -218,8 +221,7 @@ def _laid_out_anew(tensor: FunctionalTensor) -> bool:
 
 def eager_layouts(node: fx.Node) -> dict[int, tuple[int, ...]]:
     """The strides that some arguments of a node have in plain PyTorch and not in the trace, by position."""
-    found = (node.meta.get("custom") or {}).get(_LAYOUTS_KEY, {})
-    return found if str(node.target).split(".")[1] not in _EXACT else {}
+    return {} if str(node.target).split(".")[1] in _EXACT else _noted(node.meta, _LAYOUTS_KEY) or {}
 
 
 def note_held(context: Any) -> None:
@@ -258,6 +260,4 @@ def fills_with_noise(node: fx.Node) -> bool:
     """Whether a node is ``bernoulli_(p)`` in plain PyTorch, which draws in the order of memory; the traced operator
     does not.
     """
-    return node.target is torch.ops.aten.bernoulli.p and (
-        called_in_place(node) or bool((node.meta.get("custom") or {}).get(_NOISE_KEY))
-    )
+    return node.target is torch.ops.aten.bernoulli.p and (called_in_place(node) or bool(_noted(node.meta, _NOISE_KEY)))

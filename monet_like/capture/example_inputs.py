@@ -26,6 +26,11 @@ def each_once(change: Callable[[torch.Tensor], Any], example: Example) -> Exampl
     return args, kwargs
 
 
+def _resized(leaf: torch.Tensor, extents: Iterable[int]) -> torch.Tensor:
+    made = torch.empty(tuple(extents), dtype=leaf.dtype, device=leaf.device)
+    return in_layout(made, layout_of(leaf)).requires_grad_(leaf.requires_grad)
+
+
 def with_batch(example: Example, wanted: int) -> Example:
     """The example at another batch size: ``wanted`` replaces the leading extent of every tensor that has
     the batch's.
@@ -36,8 +41,7 @@ def with_batch(example: Example, wanted: int) -> Example:
     def resized(leaf: torch.Tensor) -> torch.Tensor:
         if not leaf.dim() or leaf.shape[0] != batch:
             return leaf
-        made = torch.empty((wanted, *leaf.shape[1:]), dtype=leaf.dtype, device=leaf.device)
-        return in_layout(made, layout_of(leaf)).requires_grad_(leaf.requires_grad)
+        return _resized(leaf, (wanted, *leaf.shape[1:]))
 
     with fake_mode():
         return each_once(resized, example)
@@ -68,9 +72,7 @@ def with_length(example: Example, wanted: int) -> Example:
     def resized(leaf: torch.Tensor) -> torch.Tensor:
         if length not in leaf.shape[1:]:
             return leaf
-        extents = (wanted if extent == length else extent for extent in leaf.shape[1:])
-        made = torch.empty((*leaf.shape[:1], *extents), dtype=leaf.dtype, device=leaf.device)
-        return in_layout(made, layout_of(leaf)).requires_grad_(leaf.requires_grad)
+        return _resized(leaf, (*leaf.shape[:1], *(wanted if n == length else n for n in leaf.shape[1:])))
 
     with fake_mode():
         return each_once(resized, example)

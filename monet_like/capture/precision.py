@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
 import torch
@@ -12,6 +11,8 @@ from torch import nn
 AUTOCASTS = ("", "bfloat16", "float16")
 #: Memory layouts by name; "" is every other one.
 LAYOUTS = {"channels_last": torch.channels_last, "channels_last_3d": torch.channels_last_3d}
+#: Their names by the number of dimensions that they are for.
+_BY_DIMENSIONS = {4: "channels_last", 5: "channels_last_3d"}
 
 
 def autocast_name(device: torch.device) -> str:
@@ -32,25 +33,19 @@ def layout_of(tensor: torch.Tensor) -> str:
     """
     if tensor.layout is not torch.strided or tensor.is_contiguous():
         return ""
-    dims = {4: "channels_last", 5: "channels_last_3d"}
-    name = dims.get(tensor.dim(), "")
+    name = _BY_DIMENSIONS.get(tensor.dim(), "")
     return name if name and tensor.is_contiguous(memory_format=LAYOUTS[name]) else ""
 
 
 def weights_layout(model: nn.Module) -> str:
-    """The layout of a model's first parameter with a named one.
+    """The layout of a model's first parameter with a named one, or "".
 
     (1x1 filters are row-major as well, so they have none.)
     """
-    return first_layout(model.parameters())
-
-
-def first_layout(tensors: Iterable[torch.Tensor]) -> str:
-    """The layout of the first tensor with a named layout, or ""."""
-    return next(filter(None, map(layout_of, tensors)), "")
+    return next(filter(None, map(layout_of, model.parameters())), "")
 
 
 def in_layout(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """A tensor converted to the layout of that name; unchanged if its number of dimensions does not fit."""
-    fits = tensor.dim() == {"channels_last": 4, "channels_last_3d": 5}.get(name)
+    fits = bool(name) and _BY_DIMENSIONS.get(tensor.dim()) == name
     return tensor.contiguous(memory_format=LAYOUTS[name]) if fits else tensor

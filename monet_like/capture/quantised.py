@@ -33,19 +33,14 @@ def settle(model: nn.Module) -> None:
                 raise CaptureError(_not_quantised(name, layer))
             layer.weight.quant_state = layer.quant_state  # of a parameter that was sharded and gathered
         bias, dtype = getattr(layer, "bias", None), getattr(layer, "compute_dtype", None)
-        if bias is not None and dtype is not None and layer.compute_type_is_set:
-            _cast(bias, dtype)
+        if bias is not None and dtype not in (None, bias.dtype) and layer.compute_type_is_set:
+            bias.data = bias.data.to(dtype)
     for _, layer in _layers(model, "Linear8bitLt"):
         layer.state.is_training = layer.training
         if layer.weight.CB is not None:
             layer.init_8bit_state()
         if not layer.state.has_fp16_weights and layer.state.CB is not None:
             layer.weight.data = layer.state.CB
-
-
-def _cast(bias: torch.Tensor, dtype: torch.dtype) -> None:
-    if bias.dtype != dtype:
-        bias.data = bias.data.to(dtype)
 
 
 def check_quantised(model: nn.Module, target: torch.device | None) -> None:

@@ -18,11 +18,11 @@ from torch.utils.checkpoint import _StopRecomputationError
 from ..capture.absent_gpu.attention import KINDS, attention_as
 from ..capture.captured import Captured
 from ..capture.example_inputs import Example, device_of, input_specs, is_for_shapes, specs_in_words
-from ..capture.guards.containers import given_containers
 from ..capture.guards.effects import NotRepeated
 from ..capture.guards.holders import Holder
 from ..capture.guards.reads import Change
 from ..capture.guards.side_effects import generators_restored
+from ..capture.guards.traversal import given_containers
 from ..capture.lower.step import capture
 from ..capture.precision import autocast_name
 from ..capture.trace.alone import CAPTURING, CallLock, is_observed

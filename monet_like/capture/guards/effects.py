@@ -22,21 +22,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from ...errors import CaptureError, UsageError
-from .containers import given_containers, walk_through
 from .holders import ABSENT, Attributes, Elements, Holder, Variable
 from .objects import is_library
 from .reads import Reads
-from .traversal import Place, Walk, form_of_plain
+from .traversal import Place, Walk, form_of_plain, given_containers, walk_through
 
 #: Values that are the same in every call: they are kept as they are.
 _FIXED: tuple[type, ...] = (
-    type,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.ModuleType,
-    types.MethodDescriptorType,
-)
-_FIXED += (types.WrapperDescriptorType, types.MethodWrapperType, torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+    type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, types.MethodDescriptorType,
+    types.WrapperDescriptorType, types.MethodWrapperType, torch._ops.OpOverload, torch._ops.OpOverloadPacket,
+)  # fmt: skip
 
 
 class _CannotRepeat(Exception):

@@ -52,23 +52,10 @@ from .holders import (
 ARRAY_BYTES = 2**20
 
 
-_LIBRARIES = frozenset(
-    [
-        "torch",
-        "torchgen",
-        "functorch",
-        "triton",
-        "numpy",
-        "sympy",
-        "mpmath",
-        "monet_like",
-        "_pytest",
-        "pluggy",
-        "coverage",
-        "pydevd",
-        "_pydevd_bundle",
-    ]
-)
+_LIBRARIES = frozenset((
+    "torch", "torchgen", "functorch", "triton", "numpy", "sympy", "mpmath", "monet_like", "_pytest", "pluggy",
+    "coverage", "pydevd", "_pydevd_bundle",
+))  # fmt: skip
 
 
 @functools.cache
@@ -191,12 +178,14 @@ def _generator_state(generator: Any) -> Any:
     return None if frame is None else (frame.f_lasti, {name: repr(value) for name, value in frame.f_locals.items()})
 
 
-def _torch_generator_state(generator: torch.Generator) -> bytes:
+def torch_state(generator: torch.Generator) -> bytes:
+    """The state of a generator of PyTorch's, also while a model is traced."""
     with _disable_current_modes():
         return generator.get_state().numpy().tobytes()
 
 
-def _set_torch_state(generator: torch.Generator, state: bytes) -> None:
+def set_torch_state(generator: torch.Generator, state: bytes) -> None:
+    """Give a generator of PyTorch's a state of `torch_state`."""
     with _disable_current_modes():
         generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
@@ -229,10 +218,7 @@ _KINDS: list[tuple[Any, Callable[[Any], Holder]]] = [
     (itertools.count, lambda it: Drawn(it, lambda: repr(it))),
     (types.GeneratorType, lambda it: Drawn(it, lambda: _generator_state(it))),
     (random.Random, lambda it: Drawn(it, it.getstate, it.setstate)),
-    (
-        torch.Generator,
-        lambda it: Drawn(it, lambda: _torch_generator_state(it), lambda state: _set_torch_state(it, state)),
-    ),
+    (torch.Generator, lambda it: Drawn(it, lambda: torch_state(it), lambda state: set_torch_state(it, state))),
     (
         (type(iter([])), type(iter(())), type(iter(range(0))), type(reversed([])), type(iter("")), type(iter({}))),
         lambda it: Drawn(it, lambda: operator.length_hint(it)),

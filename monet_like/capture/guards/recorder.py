@@ -18,12 +18,11 @@ from torch import nn
 
 from ...errors import CaptureError
 from .code import TRACING, Untraced, calls_trace, importing, is_tracers, names_read, words
-from .containers import walk_through
 from .effects import Assigned, Before, Effects, effects_of
 from .holders import ABSENT, Attributes, Entries, Gradient, Variables
 from .objects import class_holders, holders_of_tensor, is_library
 from .reads import MEMBERS, Reads, Roots
-from .traversal import Place, Walk, form_of_plain
+from .traversal import Place, Walk, form_of_plain, walk_through
 
 #: Attributes of modules that the wrapper compares itself, or that PyTorch keeps about hooks.
 _NOT_READ = frozenset(

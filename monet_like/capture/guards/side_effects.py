@@ -16,12 +16,12 @@ from torch import fx, nn
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import checkpoint
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ...errors import CaptureError
 from ..held_tensors import is_outside, memory_of
 from ..replaced import replaced
 from ..trace.alone import in_this_thread, is_only_thread
+from .objects import set_torch_state, torch_state
 
 #: The generator around a checkpointed function, by its name in PyTorch 2.14 and in earlier ones.
 _CHECKPOINTING = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
@@ -290,23 +290,16 @@ class _Generator:
     form: Callable[[Any], object] = lambda state: state
 
 
-def _torch_state() -> bytes:
-    with _disable_current_modes():
-        return torch.get_rng_state().numpy().tobytes()
-
-
-def _set_torch_state(state: bytes) -> None:
-    with _disable_current_modes():
-        torch.default_generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-
-
 def _numpy_form(state: Any) -> object:
     # The words of the Mersenne twister as bytes: as text they would take milliseconds. Other generators' states are
     # dicts.
     return (state[0], state[1].tobytes(), *state[2:]) if isinstance(state, tuple) else repr(state)
 
 
-_TORCH = _Generator("torch", "seeds PyTorch's random generator", _torch_state, _set_torch_state)
+_TORCH = _Generator(
+    "torch", "seeds PyTorch's random generator", lambda: torch_state(torch.default_generator),
+    lambda state: set_torch_state(torch.default_generator, state),
+)  # fmt: skip
 _PYTHON = _Generator("python", "draws Python's random numbers", random.getstate, random.setstate)
 _NUMPY = _Generator(
     "numpy", "draws NumPy's random numbers", lambda: sys.modules["numpy"].random.get_state(),

@@ -7,12 +7,13 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from ..trees import children_of
 from .holders import Attributes, Entries, Function, Holder, Items, Variables
 from .objects import holders_of
 
@@ -177,3 +178,20 @@ class Walk:
         for label, value in holder.contents(self.names).items():
             part = holder.part(path, label)
             self.forms[part] = self.form(value, part, hooks=of_module and label.endswith("_hooks"))
+
+
+def given_containers(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The lists, dicts and objects among arguments that are taken apart, see `trees`, and their paths: the model may
+    fill them.
+    """
+    named = [(f"positional argument {place}", value) for place, value in enumerate(args)]
+    named += [(f"argument {name}", value) for name, value in kwargs.items()]
+    return [(path, value) for path, value in named if children_of(value) is not None]
+
+
+def walk_through(containers: Sequence[tuple[str, Any]], names: Set[str]) -> Walk:
+    """Everything behind containers among the arguments that code with these names may read or set."""
+    walk = Walk(names, {}, lambda module: None)
+    for path, value in containers:
+        walk.follow(value, path)
+    return walk

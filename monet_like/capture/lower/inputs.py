@@ -184,9 +184,8 @@ def add_attribute(lowering: Values, node: fx.Node) -> None:
         lowering.nodes[node] = lowering.nodes[lowering.attributes[str(node.target)]]
         return
     learned = isinstance(tensor, torch.Tensor) and tensor.requires_grad and not lowering.in_backward
-    if (
-        id(tensor) in lowering.named and not learned
-    ):  # the backward reads it, by a checkpoint or a custom function, as the forward does
+    # The backward reads it, by a checkpoint or a custom function, as the forward does.
+    if id(tensor) in lowering.named and not learned:
         lowering.nodes[node] = lowering.named[id(tensor)][1]
         return
     if not isinstance(tensor, torch.Tensor):

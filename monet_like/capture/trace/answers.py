@@ -183,18 +183,25 @@ class Given(_Asked):
             )
         return self._answers[number]
 
+    def _ask(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.asked.append(QUESTION(tensors, len(self.asked)))
+
+    def _results(self, answer: Answer, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What an operator makes of the size that was answered."""
+        return traced(tensors, len(self.asked), answer.value)
+
     def answer(self, func: Any, tensors: list[torch.Tensor], options: dict[str, Any]) -> Any:
         answer = self._next(func, tensors, options)
-        self.asked.append(QUESTION(tensors, len(self.asked)))
+        self._ask(tensors)
         return answer.value
 
     def size(self, func: Any, given: dict[str, Any]) -> Any:
         options, tensors = numbered(tuple(given.items()))
         answer = self._next(func, tensors, dict(options))
         if answer.value is None:
-            return func(**given)  # which no trace can
-        results = traced(tensors, len(self.asked), answer.value)
-        self.asked.append(QUESTION(results, len(self.asked)))
+            return func(**given)  # which neither a trace nor a fake tensor can
+        results = self._results(answer, tensors)
+        self._ask(results)
         return results[0] if len(func._schema.returns) == 1 else tuple(results)
 
     def check_end(self) -> None:
@@ -213,21 +220,11 @@ class Given(_Asked):
 class _Repeated(Given):
     """Gives recorded answers to a step on fake tensors, which has no graph."""
 
-    def _next(self, func: Any, tensors: list[torch.Tensor], options: Mapping[str, Any]) -> Answer:
-        answer = super()._next(func, tensors, options)
+    def _ask(self, tensors: Sequence[torch.Tensor]) -> None:
         self.asked.append(_NOTHING)
-        return answer
 
-    def answer(self, func: Any, tensors: list[torch.Tensor], options: dict[str, Any]) -> Any:
-        return self._next(func, tensors, options).value
-
-    def size(self, func: Any, given: dict[str, Any]) -> Any:
-        options, tensors = numbered(tuple(given.items()))
-        answer = self._next(func, tensors, dict(options))
-        if answer.value is None:
-            return func(**given)  # which no fake tensor can
-        results = made_like(answer.value, tensors[0])
-        return results[0] if len(func._schema.returns) == 1 else tuple(results)
+    def _results(self, answer: Answer, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return made_like(answer.value, tensors[0])
 
 
 #: In the place of results of questions.

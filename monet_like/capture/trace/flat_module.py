@@ -22,13 +22,12 @@ from ...nn.sync_batch_norm import is_synchronised, world
 from ..annotations import InPlaceCalls, marked_modules, named_layers
 from ..checks import may_have_gradient
 from ..constants import constant_name
-from ..guards.containers import given_containers
 from ..guards.effects import Effects
 from ..guards.holders import Attributes
 from ..guards.reads import Reads
 from ..guards.recorder import Recorder
 from ..guards.side_effects import Generators, checkpoints_checked, is_again, keeping_tensors, saved_as_they_are
-from ..guards.traversal import form_of_plain
+from ..guards.traversal import form_of_plain, given_containers
 from ..held_tensors import ConstantsFound, HeldTensors
 from ..trees import classes_in, flattened, placed, taken_apart
 from .alone import observed
@@ -288,9 +287,7 @@ class FlatModule(nn.Module):
             traced: the tracer's tensors by the user's.
         """
         own = {id(tensor): before for before, tensor in traced.items()}
-        others: list[
-            tuple[dict[str, Any], str, Any, Any]
-        ] = []  # where a module holds what, and what it holds meanwhile
+        others: list[tuple[dict[str, Any], str, Any, Any]] = []  # where a module holds what, and holds what meanwhile
         for held in (held for module in self.model.modules() for held in (module._parameters, module._buffers)):
             for name, tensor in held.items():
                 of_others = is_traceable_wrapper_subclass(own.get(id(tensor), tensor))

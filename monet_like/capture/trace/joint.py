@@ -235,10 +235,8 @@ def _recorded(stack: contextlib.ExitStack, flat: FlatModule, fakes: tuple[torch.
         flat.recorder.check_backward()
         flat.check_state_objects()
     check_attributes(flat.model, flat.leaves, flat.recorder.names)
-    own = (
-        each for each in vars(joint.graph_module).values() if isinstance(each, torch.Tensor)
-    )  # that the backward reads
-    flat.used.update(dict.fromkeys(own, True))
+    of_backward = (each for each in vars(joint.graph_module).values() if isinstance(each, torch.Tensor))
+    flat.used.update(dict.fromkeys(of_backward, True))
     flat.reads, flat.effects = flat.recorder.found(flat.used, flat.effects)
     return joint
 
@@ -296,23 +294,19 @@ def _uncaught() -> Iterator[None]:
         raise raised[0]
 
 
+#: Beside ``upsample``.
+_DECOMPOSED = frozenset((
+    "hardshrink", "softshrink", "multi_margin_loss", "multilabel_margin_loss_forward", "istft", "stft", "gru", "lstm",
+    "rnn_relu", "rnn_tanh",
+))  # fmt: skip
+
+
 def _decomposed_operators() -> Iterator[Any]:
     """Operators that tracing would decompose into others that round differently, or, recurrent ones, that leave out
     dropout.
     """
     for name in dir(torch.ops.aten):
-        if "upsample" in name or name in (
-            "hardshrink",
-            "softshrink",
-            "multi_margin_loss",
-            "multilabel_margin_loss_forward",
-            "istft",
-            "stft",
-            "gru",
-            "lstm",
-            "rnn_relu",
-            "rnn_tanh",
-        ):
+        if "upsample" in name or name in _DECOMPOSED:
             packet = getattr(torch.ops.aten, name)
             yield from (getattr(packet, overload) for overload in packet.overloads())
 

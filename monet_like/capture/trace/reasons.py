@@ -5,10 +5,7 @@ from __future__ import annotations
 import re
 import traceback
 
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 #: Advice for operators whose results have sizes that depend on values.
 _ADVICE = {

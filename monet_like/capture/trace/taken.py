@@ -32,9 +32,7 @@ class Watch:
         self.taken: set[int] = set()
         self._count = 0
         self._found: list[list[int]] = [[]]  # leaves within the parts that are being looked into
-        self._parts: dict[
-            int, dict[Any, list[int]]
-        ] = {}  # of each container by identity: leaves within each of its parts
+        self._parts: dict[int, dict[Any, list[int]]] = {}  # of each container by identity: leaves within each part
         self._objects: list[Any] = []
 
     def leaf(self) -> None:
@@ -94,9 +92,8 @@ class Watch:
 
         def read(owner: Any, name: str) -> Any:
             if threading.get_ident() == mine and (parts := parts_of.get(id(owner))) is not None:
-                of_all = (
-                    name.startswith("__") and name != "__class__"
-                )  # such as __dict__, and what copies and pickles ask for
+                # Such as __dict__, and what copies and pickles ask for.
+                of_all = name.startswith("__") and name != "__class__"
                 self._take(parts, _THERE if of_all else name)
             return own(owner, name)
 
@@ -122,40 +119,27 @@ class _Noting(dict[Any, Any]):
 
     note: Callable[[Any], None]
 
-    def __getitem__(self, key: Any) -> Any:
-        self.note(key)
-        return dict.__getitem__(self, key)
-
     def __iter__(self) -> Iterator[Any]:
         return dict.__iter__(self)
 
-    def get(self, key: Any, default: Any = None) -> Any:
-        self.note(key)
-        return dict.get(self, key, default)
 
-    def pop(self, key: Any, *default: Any) -> Any:
-        self.note(key)
-        return dict.pop(self, key, *default)
-
-    def setdefault(self, key: Any, default: Any = None) -> Any:
-        self.note(key)
-        return dict.setdefault(self, key, default)
-
-
-def _of_all(name: str) -> Callable[..., Any]:
+def _noting(name: str, *, of_all: bool) -> Callable[..., Any]:
+    """A method of dicts that notes the key that it is given, or all."""
     own = getattr(dict, name)
 
     def method(self: _Noting, *args: Any) -> Any:
-        self.note(_THERE)
+        self.note(_THERE if of_all else args[0])
         return own(self, *args)
 
     return method
 
 
+for _name in ("__getitem__", "get", "pop", "setdefault"):
+    setattr(_Noting, _name, _noting(_name, of_all=False))
 for _name in (
     "values", "items", "popitem", "copy", "__or__", "__ror__", "__eq__", "__ne__", "__repr__", "__reduce_ex__",
 ):  # fmt: skip
-    setattr(_Noting, _name, _of_all(_name))
+    setattr(_Noting, _name, _noting(_name, of_all=True))
 
 pytree.register_pytree_node(
     _Noting,

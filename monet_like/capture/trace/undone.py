@@ -17,9 +17,7 @@ class Contents:
     """The contents and version counters of some tensors, and the states of random generators, to be restored."""
 
     def __init__(self) -> None:
-        self._storages: dict[
-            int, tuple[torch.Tensor, torch.Tensor]
-        ] = {}  # by storage: all its bytes, and a copy of them
+        self._storages: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by storage: all its bytes, and a copy
         self._versions: dict[int, tuple[torch.Tensor, int]] = {}
         self._generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
 
@@ -46,7 +44,7 @@ class Contents:
         for whole, copy in self._storages.values():
             whole.copy_(copy)
         for tensor, version in self._versions.values():
-            _set_version(tensor, version)
+            torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
         for generator, state in self._generators.values():
             generator.set_state(state)
 
@@ -55,14 +53,6 @@ def default_generators(device: torch.device) -> list[torch.Generator]:
     """PyTorch's default generators that a step on ``device`` may draw from."""
     on_gpu = device.type == "cuda" and torch.cuda.is_initialized()
     return [torch.default_generator, *([torch.cuda.default_generators[device.index or 0]] if on_gpu else [])]
-
-
-def _set_version(tensor: torch.Tensor, version: int) -> None:
-    setter = torch._C._autograd._unsafe_set_version_counter
-    try:
-        setter((tensor,), (version,))
-    except TypeError:  # PyTorch before 2.7
-        setter(tensor, version)  # type: ignore[arg-type]
 
 
 class Undone(TorchDispatchMode):
