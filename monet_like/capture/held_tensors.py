@@ -26,7 +26,7 @@ from .replaced import replaced
 from .trace.alone import in_this_thread
 
 _GRAD: Any = vars(torch._C.TensorBase)["grad"].__get__
-_REQUIRES: Any = (torch.Tensor.requires_grad_, vars(torch._C.TensorBase)["requires_grad"].__set__)
+_REQUIRES: Any = {torch.Tensor.requires_grad_, vars(torch._C.TensorBase)["requires_grad"].__set__}
 _SET_GRAD: Any = vars(torch._C.TensorBase)["grad"].__set__
 _OF_TENSORS: Any = torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 _DISABLED: Any = torch._C._disabled_torch_function_impl
@@ -36,7 +36,21 @@ _UNSEEN: Any = (
     (eager_transforms, "_wrap_tensor_for_grad"),
     (torch._C.ScriptFunction, "__call__"),
 )
-_HOOKING = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
+#: Why functions are refused that read of the caller's own tensors what changes, or set what a schedule would not set.
+_REFUSED: Any = {
+    _GRAD: (
+        "the forward reads .grad of a parameter or an input, which changes with every step, and a schedule "
+        "would not see it; give it as an argument, or copy it into a buffer before the call"
+    ),
+    _SET_GRAD: (
+        "the forward sets .grad of a parameter or an input, and a schedule would not; set it before or after the call"
+    ),
+    **dict.fromkeys(
+        (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook),
+        "the forward registers a hook on a parameter or an input, which has one more after each call, and a "
+        "schedule would not register it; do it once in the training loop, or hook what the forward computes",
+    ),
+}
 #: What a leaf of autograd's graph answers, which the tracer's tensor in its place is not.
 _OF_LEAF: Any = {vars(torch._C.TensorBase)["is_leaf"].__get__: True, vars(torch._C.TensorBase)["grad_fn"].__get__: None}
 
@@ -123,18 +137,13 @@ class HeldTensors(TorchFunctionMode):
         given = (args, dict(kwargs or {}))
         if func in _OF_LEAF and self._is_forwards() and self._is_leaf(args[0]):
             return _OF_LEAF[func]
-        if func == _GRAD and self._is_forwards() and (is_outside(args[0]) or id(args[0]) in self._given):
-            if id(args[0]) in self._without_gradient:
+        if (func in _REFUSED or func in _REQUIRES) and self._is_forwards() and self._is_callers(args[0]):
+            if func == _GRAD and id(args[0]) in self._without_gradient:
                 return None
-            raise CaptureError(
-                "the forward reads .grad of a parameter or an input, which changes with every step, and a schedule "
-                "would not see it; give it as an argument, or copy it into a buffer before the call"
-            )
-        if func == _SET_GRAD and self._is_forwards() and (is_outside(args[0]) or id(args[0]) in self._given):
-            raise CaptureError(
-                "the forward sets .grad of a parameter or an input, and a schedule would not; set it before or after "
-                "the call"
-            )
+            if func in _REFUSED:
+                raise CaptureError(_REFUSED[func])
+            self._check_requires(args[0], (*args[1:], *(kwargs or {}).values(), True)[0])
+            return args[0]
         if func == torch.Tensor.retain_grad and self._is_forwards():
             if self._is_leaf(args[0]):
                 return None
@@ -143,14 +152,6 @@ class HeldTensors(TorchFunctionMode):
                 "return the tensor from a part of the model, or plan the parts without it: auto_schedule(model, "
                 "blocks=[...])"
             )
-        if func in _HOOKING and self._is_forwards() and (is_outside(args[0]) or id(args[0]) in self._given):
-            raise CaptureError(
-                "the forward registers a hook on a parameter or an input, which has one more after each call, and a "
-                "schedule would not register it; do it once in the training loop, or hook what the forward computes"
-            )
-        if func in _REQUIRES and self._is_forwards() and (is_outside(args[0]) or id(args[0]) in self._given):
-            self._check_requires(args[0], (*args[1:], *(kwargs or {}).values(), True)[0])
-            return args[0]
         kind = _deciding(types, given) if torch._C._is_torch_function_enabled() and self._is_forwards() else None
         if kind is not None and getattr(kind.__torch_function__, "__func__", None) is not _OF_TENSORS:
             with self._again():
@@ -180,6 +181,10 @@ class HeldTensors(TorchFunctionMode):
     def _is_forwards(self) -> bool:
         """Whether it is the forward that calls a function, and not the tracer's own code, at a lower depth."""
         return _dispatch_depth() >= self._depth
+
+    def _is_callers(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a parameter, a buffer or an input, or stands for one."""
+        return is_outside(tensor) or id(tensor) in self._given
 
     def _is_leaf(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a leaf of autograd's graph in plain PyTorch."""

@@ -97,7 +97,7 @@ def attention(target: Absent) -> contextlib.AbstractContextManager[None]:
         if torch.is_autocast_enabled("cpu"):
             call = call.cast(torch.get_autocast_dtype("cpu"))
         with torch._C._DisableAutocast():
-            return _BY_KIND[_kind(call, target)](call)
+            return _attended(call, _kind(call, target))
 
     return replaced(nn.functional, scaled_dot_product_attention=attend)
 
@@ -287,33 +287,16 @@ def _told(call: AttentionCall) -> str:
 # The operators ------------------------------------------------------------------------------------------------------
 
 
-def _by_flash(call: AttentionCall) -> torch.Tensor:
-    attend = torch.ops.aten._scaled_dot_product_flash_attention
-    scale = 1 / math.sqrt(call.query.shape[-1]) if call.scale is None else call.scale  # PyTorch gives it a number
-    result: torch.Tensor = attend(*call.tensors, call.dropout, call.causal, False, scale=scale)[0]
+def _attended(call: AttentionCall, kind: str) -> torch.Tensor:
+    if kind == "math":
+        with sdpa_kernel(SDPBackend.MATH):  # the same on all devices
+            return _own(*call.tensors, call.mask, call.dropout, call.causal, scale=call.scale, enable_gqa=call.grouped)
+    scale = call.scale
+    if kind == "flash" and scale is None:
+        scale = 1 / math.sqrt(call.query.shape[-1])  # PyTorch gives it a number
+    without_mask = () if kind == "flash" else (None, True)
+    without_debugging = () if kind == "efficient" else (False,)
+    attend = getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention")
+    given = (*call.tensors, *without_mask, call.dropout, call.causal, *without_debugging)
+    result: torch.Tensor = attend(*given, scale=scale)[0]
     return result
-
-
-def _by_efficient(call: AttentionCall) -> torch.Tensor:
-    attend = torch.ops.aten._scaled_dot_product_efficient_attention
-    result: torch.Tensor = attend(*call.tensors, None, True, call.dropout, call.causal, scale=call.scale)[0]
-    return result
-
-
-def _by_cudnn(call: AttentionCall) -> torch.Tensor:
-    attend = torch.ops.aten._scaled_dot_product_cudnn_attention
-    result: torch.Tensor = attend(*call.tensors, None, True, call.dropout, call.causal, False, scale=call.scale)[0]
-    return result
-
-
-def _by_products(call: AttentionCall) -> torch.Tensor:
-    with sdpa_kernel(SDPBackend.MATH):  # the same on all devices
-        return _own(*call.tensors, call.mask, call.dropout, call.causal, scale=call.scale, enable_gqa=call.grouped)
-
-
-_BY_KIND: dict[str, Callable[[AttentionCall], torch.Tensor]] = {
-    "flash": _by_flash,
-    "efficient": _by_efficient,
-    "cudnn": _by_cudnn,
-    "math": _by_products,
-}

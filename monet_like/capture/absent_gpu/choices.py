@@ -165,8 +165,7 @@ class _FusedRmsNorm(torch.autograd.Function):
 @contextlib.contextmanager
 def _fused_rms_norm() -> Iterator[None]:
     """Trace RMS norm as the single operator that a GPU has for it; on a CPU PyTorch writes it out in several."""
-    known = hasattr(torch.ops.aten, "_fused_rms_norm")
-    if not known or torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_rms_norm", "CPU"):
+    if torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_rms_norm", "CPU"):
         yield
         return
 

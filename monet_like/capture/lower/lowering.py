@@ -270,7 +270,6 @@ class Lowering(Values):
         else:
             delayed = tuple(slot for slot, name in delayable.items() if name in self.made_last)
         as_called = with_held(with_in_place_calls(self, plain) or plain, self.held)
-        assert self.flat.out_spec is not None
         undelayed = Captured(
             program=plain,
             metas=tuple(self.metas),

@@ -49,7 +49,15 @@ class FlatModule(nn.Module):
     Args:
         given_as_one: a tensor that is given several times is one in any case; else where it may have a gradient, as
             keys of steps have it.
+
+    Attributes:
+        recorder: of the present trace.
+        state_objects, out_spec: of the last forward.
     """
+
+    recorder: Recorder
+    state_objects: StateObjects
+    out_spec: pytree.TreeSpec
 
     def __init__(
         self, model: nn.Module, given: tuple[tuple[Any, ...], dict[str, Any]], *, given_as_one: bool = False
@@ -60,17 +68,14 @@ class FlatModule(nn.Module):
         self.model = model
         self.given, self.leaves, self.classes = given, flattened(given)[0], classes_in(given)
         self.out_leaves: list[Any] = []
-        self.out_spec: pytree.TreeSpec | None = None
         self.out_positions: list[tuple[int, ...]] = []
         self.used = WeakTensorKeyDictionary()  # the user's tensors that operators of the last forward take
         self.effects: Effects | None = None
         self.reads: Reads | None = None
-        self.recorder: Recorder | None = None
         self.answers: tuple[Answer, ...] | None = None  # of a plain forward; None: it was not asked
         self.made_to_require: set[int] = set()  # positions of inputs, see `Captured`
         self.held, self.tries = nn.Module(), _TRIES
         self.generators = Generators()
-        self.state_objects: StateObjects | None = None  # of the last forward
         self.aliases: list[torch.Tensor] = []  # frozen parameters as other objects hold them
         self.before: dict[str, torch.Tensor] = {}
         self.changed_without_gradient: set[int | str] = set()  # inputs and names of what is changed under no_grad alone
@@ -149,32 +154,33 @@ class FlatModule(nn.Module):
                 held.setdefault(id(leaf), (number, traced))
                 leaf = given.setdefault(id(leaf), traced) if self.is_one(leaf) else traced
             leaves.append(leaf)
-        if self.recorder is not None:
-            self.recorder.begin()
-        with contextlib.ExitStack() as stack:
-            args, kwargs = stack.enter_context(placed(self.given, leaves))
-            stack.enter_context(self.autocast.in_forward([*self.model.parameters(), *self._leaf_inputs(tensors)]))
-            stack.enter_context(self.generators.kept(f"{type(self.model).__name__}.forward"))
-            stack.enter_context(keeping_tensors(self.model))
-            answers = Given(self.answers or ())
-            stack.enter_context(checkpoints_checked(self.model))
-            of_modules = named_layers(self.model), marked_modules()
-            watched = InPlaceCalls(), AutogradKernels()
-            for context in (observed(), saved_as_they_are(), self.tracing_mode, *watched, *of_modules):
-                stack.enter_context(context)
-            if self.recorder is not None:
-                stack.enter_context(self.recorder.forward(self._given(tensors), given_containers(args, kwargs)))
-            stack.enter_context(self._inputs_in_place(held))
-            stack.enter_context(number_by_number(self.parameters()))
-            if self.answers:
-                stack.enter_context(answers)
+        self.recorder.begin()
+        answers = Given(self.answers or ())
+        with (
+            placed(self.given, leaves) as (args, kwargs),
+            self.autocast.in_forward([*self.model.parameters(), *self._leaf_inputs(tensors)]),
+            self.generators.kept(f"{type(self.model).__name__}.forward"),
+            keeping_tensors(self.model),
+            checkpoints_checked(self.model),
+            observed(),
+            saved_as_they_are(),
+            self.tracing_mode,
+            InPlaceCalls(),
+            AutogradKernels(),
+            named_layers(self.model),
+            marked_modules(),
+            self.recorder.forward(self._given(tensors), given_containers(args, kwargs)),
+            self._inputs_in_place(held),
+            number_by_number(self.parameters()),
+            answers if self.answers else contextlib.nullcontext(),
+        ):
             flat = self._called(args, kwargs, tensors)
             answers.check_end()
         results: dict[int, tuple[torch.Tensor, list[int]]] = {}  # one that is returned twice is one result
         for position, leaf in enumerate(flat):
             if isinstance(leaf, torch.Tensor):
                 results.setdefault(id(leaf), (leaf, []))[1].append(position)
-        self.effects = self.recorder.effects if self.recorder is not None else None
+        self.effects = self.recorder.effects
         if self.effects is not None:
             for tensor in self.effects.tensors:
                 results.setdefault(id(tensor), (tensor, []))
@@ -189,7 +195,6 @@ class FlatModule(nn.Module):
                     f"{type(self.model).__name__} returned a {type(leaf).__name__}, which a schedule cannot make anew; "
                     "return tensors in tuples, lists, dicts or dataclasses (for Hugging Face models: use_cache=False)"
                 )
-        assert self.out_spec is not None
         try:
             pytree.tree_unflatten(flat, self.out_spec)
         except Exception as error:  # of the user's own classes
@@ -248,7 +253,7 @@ class FlatModule(nn.Module):
         buffers = [self.before[name] for name, _ in self.named_buffers() if name in self.before]
         mode = HeldTensors(own, self.parameters(), tensors, leaves, buffers=buffers, looking=self.tries > 0)
         attributes = [(tensor, dict(vars(tensor))) for tensor in tensors]
-        self.state_objects = StateObjects(mode.replacement, self.recorder.watch if self.recorder else lambda *_: True)
+        self.state_objects = StateObjects(mode.replacement, self.recorder.watch)
         try:
             with self._own_in_place(own), mode, mode.in_custom_functions(self.state_objects.replaced):
                 leaves, self.out_spec = pytree.tree_flatten(taken_apart(self.model(*args, **kwargs), results=True))
@@ -261,8 +266,7 @@ class FlatModule(nn.Module):
             raise ConstantsFound(mode.found, 0)
         self.aliases = mode.aliases
         self.state_objects.hand_over()
-        if self.recorder is not None:
-            self.recorder.marked += _marked(attributes, result)
+        self.recorder.marked += _marked(attributes, result)
         keyed: list[tuple[int | str, torch.Tensor]] = [
             *enumerate(tensors),
             *self.named_parameters(),
@@ -301,7 +305,7 @@ class FlatModule(nn.Module):
             for held, name, tensor, other in others:
                 if is_again(other, now := held.get(name)):
                     held[name] = tensor
-                    if now is not None and now is not other and self.recorder is not None:
+                    if now is not None and now is not other:
                         set_by_it = Attributes(now, vars(now)).difference(vars(other))  # it is another object
                         self.recorder.marked += [(other, set_by_it)] if set_by_it else []
 
@@ -318,9 +322,8 @@ class FlatModule(nn.Module):
                 if id(value) in traced:
                     number, other = traced[id(value)]
                     others.append((vars(module), name, value, other))
-                    if self.recorder is not None:
-                        self.recorder.attributes.setdefault(path, set()).add(name)
-                        self.recorder.held.add((f"{f'self.{path}'.rstrip('.')}.{name}", number))
+                    self.recorder.attributes.setdefault(path, set()).add(name)
+                    self.recorder.held.add((f"{f'self.{path}'.rstrip('.')}.{name}", number))
         for attributes, name, _, other in others:
             attributes[name] = other
         try:
@@ -336,7 +339,7 @@ class FlatModule(nn.Module):
         Raises:
             CaptureError: they have.
         """
-        for path in self.state_objects.set_since() if self.state_objects is not None else ():
+        for path in self.state_objects.set_since():
             raise CaptureError(
                 f"a custom function of {type(self.model).__name__} sets {path} in the backward, and a schedule would "
                 "not; compute it outside the model"

@@ -30,11 +30,7 @@ class StateObjects:
             ends; whether it can be.
     """
 
-    def __init__(
-        self,
-        replacement: Callable[[torch.Tensor], torch.Tensor],
-        watch: Callable[[Any, str], bool] = lambda *_: True,
-    ) -> None:
+    def __init__(self, replacement: Callable[[torch.Tensor], torch.Tensor], watch: Callable[[Any, str], bool]) -> None:
         self._replacement, self._watch = replacement, watch
         self._known: dict[int, tuple[Any, Any, dict[str, Any]]] = {}  # identity -> object, copy, the copy's attributes
 
