@@ -113,36 +113,23 @@ def test_policies_are_those_of_pytorchs_header() -> None:
 
 Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _functional = nn.functional
-#: Of each way to cast one or more, and of those that CPUs cast otherwise.
+#: Of each way to cast some, and of those that CPUs cast otherwise.
 FUNCTIONS: dict[str, Function] = {
     "matmul": lambda a, b: a @ b,
-    "linear": lambda a, b: _functional.linear(a, b),
-    "baddbmm": lambda a, b: torch.baddbmm(a[None], a[None], b[None]),
     "softmax": lambda a, b: a.softmax(-1),
     "softmax in float16": lambda a, b: a.softmax(-1, dtype=torch.float16),
-    "log_softmax": lambda a, b: a.log_softmax(-1),
-    "cumsum": lambda a, b: a.cumsum(0),
     "sum": lambda a, b: a.sum(),
-    "sum in float16": lambda a, b: a.sum(dtype=torch.float16),
     "sum of whole numbers": lambda a, b: a.long().sum(0),
     "norm": lambda a, b: torch.norm(a),
     "norm of rows": lambda a, b: a.norm(2, -1),
-    "vector_norm": lambda a, b: torch.linalg.vector_norm(a),
     "layer_norm": lambda a, b: _functional.layer_norm(a, (4,)),
-    "exp": lambda a, b: a.exp(),
     "pow": lambda a, b: a**2,
-    "rsqrt": lambda a, b: b.rsqrt(),
-    "logsumexp": lambda a, b: a.logsumexp(0),
-    "smooth_l1_loss": lambda a, b: _functional.smooth_l1_loss(a, b),
     "cross_entropy": lambda a, b: _functional.cross_entropy(a, b),
     "cat": lambda a, b: torch.cat([a, b]),
-    "stack": lambda a, b: torch.stack([a, b]),
     "avg_pool3d": lambda a, b: _functional.avg_pool3d(a[None, None], 1),
     "interpolate": lambda a, b: _functional.interpolate(a[None, None], scale_factor=2),
     "atan2": lambda a, b: torch.atan2(a, b),
-    "addcmul": lambda a, b: torch.addcmul(a, b, b),
     "index_put": lambda a, b: a.index_put((torch.zeros(4, dtype=torch.long, device=a.device),), b),
-    "trace": lambda a, b: torch.trace(a),
     "add": lambda a, b: a + b,
 }
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -236,12 +223,8 @@ def test_a_convolution_in_channels_last_needs_a_pytorch_with_cudnn(monkeypatch: 
     monkeypatch.setattr(torch._C, "_has_cudnn", False)
     layer, x = nn.Conv2d(4, 4, 3), torch.randn(2, 4, 6, 6)
     assert absent(layer, x).metas[0].contiguous
-    with pytest.raises(CaptureError) as caught:
+    with pytest.raises(CaptureError, match=r"a PyTorch that is built for CUDA; install that one, which needs no GPU"):
         absent(layer, x.to(memory_format=torch.channels_last))
-    assert str(caught.value) == (
-        "how a GPU lays out the results of convolutions in channels-last is known only to a PyTorch that is built for "
-        "CUDA; install that one, which needs no GPU, or capture this model on the GPU"
-    )
 
 
 # Refusals -------------------------------------------------------------------------------------------------------
@@ -258,22 +241,10 @@ class Called(nn.Module):
         return self.function(self.layer(x).sigmoid())
 
 
-@pytest.mark.parametrize(
-    ("layer", "name"),
-    [
-        (nn.LSTM(8, 8), "lstm"),
-        (nn.GRU(8, 8), "gru"),
-        (nn.RNN(8, 8), "rnn_tanh"),
-        (nn.LSTMCell(8, 8), "lstm_cell"),
-        (nn.GRUCell(8, 8), "gru_cell"),
-    ],
-)
+@pytest.mark.parametrize(("layer", "name"), [(nn.RNN(8, 8), "rnn_tanh"), (nn.LSTMCell(8, 8), "lstm_cell")])
 def test_recurrent_layers_are_refused(layer: nn.Module, name: str) -> None:
-    with pytest.raises(CaptureError) as caught:
+    with pytest.raises(CaptureError, match=f"a GPU computes {name} by cuDNN .*; capture this model on the GPU"):
         absent(layer, torch.randn(2, 8) if name.endswith("cell") else torch.randn(3, 2, 8))
-    assert str(caught.value) == (
-        f"a GPU computes {name} by cuDNN or by fused kernels, which are known only there; capture this model on the GPU"
-    )
 
 
 def _sampled(x: torch.Tensor, align_corners: bool) -> torch.Tensor:
@@ -302,12 +273,9 @@ def test_what_a_gpu_does_by_operators_that_no_trace_knows_is_refused() -> None:
 def test_a_loss_that_a_gpus_autocast_refuses() -> None:
     model = Called(lambda x: nn.functional.binary_cross_entropy(x, x.detach()))
     assert absent(model, torch.randn(4, 8)).outputs
-    with pytest.raises(CaptureError) as caught:
+    said = r"refuses binary_cross_entropy \(BCELoss\) under autocast on a GPU; use binary_cross_entropy_with_logits"
+    with pytest.raises(CaptureError, match=said):
         absent(model, torch.randn(4, 8), autocast=torch.bfloat16)
-    assert str(caught.value) == (
-        "PyTorch refuses binary_cross_entropy (BCELoss) under autocast on a GPU; use binary_cross_entropy_with_logits "
-        "(BCEWithLogitsLoss), which it computes in float32"
-    )
 
 
 def test_an_operator_that_only_this_pytorch_casts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,12 +284,8 @@ def test_an_operator_that_only_this_pytorch_casts_is_refused(monkeypatch: pytest
     )
     model = Called(torch.acos)
     assert absent(model, torch.randn(4, 8)).outputs
-    with pytest.raises(CaptureError) as caught:
+    with pytest.raises(CaptureError, match=r"what autocast does with aten\.acos on a GPU is known only to"):
         absent(model, torch.randn(4, 8), autocast=torch.bfloat16)
-    assert str(caught.value) == (
-        "what autocast does with aten.acos on a GPU is known only to this version of PyTorch; capture this model on "
-        "the GPU"
-    )
 
 
 @pytest.mark.skipif(not torch._C._has_cudnn, reason="channels-last convolutions need a PyTorch that is built for CUDA")

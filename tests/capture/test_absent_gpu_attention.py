@@ -5,6 +5,7 @@ card.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -71,13 +72,9 @@ def test_the_card_decides() -> None:
 
 
 def test_what_depends_on_the_card_is_refused_where_it_is_not_known() -> None:
-    with pytest.raises(CaptureError) as caught:
+    of_what = re.escape("bfloat16 [2, 4, 32, 16] and [2, 2, 32, 16], grouped heads")
+    with pytest.raises(CaptureError, match=rf"{of_what} depends on the card \(cudnn or flash or math\); plan for"):
         grouped()
-    assert str(caught.value) == (
-        "which attention operator a GPU takes for bfloat16 [2, 4, 32, 16] and [2, 2, 32, 16], grouped heads depends on "
-        "the card (cudnn or flash or math); plan for a known card (--profile roofline:h100), or name it with "
-        "--attention (attention= in Python)"
-    )
 
 
 def test_a_kind_is_taken_by_name() -> None:
@@ -101,9 +98,8 @@ def test_masks_are_certain_for_matrix_products_alone() -> None:
 
 
 def test_an_unknown_kind() -> None:
-    with pytest.raises(UsageError) as caught, attention_as("paged"):
+    with pytest.raises(UsageError, match="is unknown; give flash, efficient, cudnn or math"), attention_as("paged"):
         pass
-    assert str(caught.value) == "attention 'paged' is unknown; give flash, efficient, cudnn or math"
 
 
 def test_a_schedule_pins_the_attention_it_was_planned_with(tmp_path: Path) -> None:

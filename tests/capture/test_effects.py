@@ -72,17 +72,6 @@ def set_then_read(net: Any, layer: nn.Module, x: torch.Tensor) -> Any:
     return net.hidden * 2
 
 
-def in_a_hook(net: Any, layer: nn.Module, x: torch.Tensor) -> Any:
-    return layer(x) * net.act.mean() if hasattr(net, "act") else layer(x)
-
-
-def collects(net: Any, layer: nn.Module, x: torch.Tensor) -> Any:
-    h = layer(x)
-    net.losses.append(h.square().mean())
-    net.losses.append(h.abs().mean())
-    return h.tanh()
-
-
 def counts(net: Any, layer: nn.Module, x: torch.Tensor) -> Any:
     net.calls += 1
     return layer(x) * min(1.0, net.calls / 3)
@@ -159,35 +148,21 @@ def views(net: Any, layer: nn.Module, x: torch.Tensor) -> Any:
 def build(forward: Forward) -> Any:
     net: Any = Net(forward, linear())
     net.losses, net.table, net.calls, net.array, net.members = [], {}, 0, np.zeros(2), set()
-    net.queue, net.state, net.slotted, net.gone, net.switched = (
-        collections.deque(maxlen=2),
-        State(),
-        Slotted(),
-        1,
-        False,
-    )
+    net.queue, net.state, net.slotted = collections.deque(maxlen=2), State(), Slotted()
+    net.gone, net.switched = 1, False
     return net
 
 
 def seen(net: Any) -> list[Any]:
     """Everything that one of these forwards may set."""
     state = [net.state.count, net.state.last, net.state.all, net.slotted.last]
-    named = [
-        vars(net).get(n) for n in ("last", "detached", "given", "hidden", "act", "calls", "names", "nothing", "gone")
-    ]
+    names = ("last", "detached", "given", "hidden", "calls", "names", "nothing", "gone")
+    named = [vars(net).get(name) for name in names]
     made = vars(net).get("made")
     rest = [LATEST, SEEN, vars(type(net)).get("of_class"), SETTING.get(), net.array.tolist(), sorted(net.members)]
     pair = *vars(net).get("pair", ()), getattr(vars(net).get("last"), "hidden", None)
-    found = [
-        state,
-        named,
-        net.losses,
-        list(net.queue),
-        net.table,
-        made and (made.count, made.last, made.all),
-        rest,
-        pair,
-    ]
+    in_made = made and (made.count, made.last, made.all)
+    found = [state, named, net.losses, list(net.queue), net.table, in_made, rest, pair]
     return pytree.tree_map(
         lambda leaf: -1 if leaf is None else sum(leaf.encode()) if isinstance(leaf, str) else leaf, found
     )
@@ -494,16 +469,16 @@ def counts_elsewhere(net: Any, layer: nn.Module, x: torch.Tensor) -> Any:
     return layer(x) / net.table["n"]
 
 
-OWN = [
-    (counts, "self.calls"),
-    (queue, "self.queue"),
-    (counts_elsewhere, "self.table"),
-    (alternates, ""),
-    (last_hidden, ""),
-]
-
-
-@pytest.mark.parametrize(("forward", "path"), OWN)
+@pytest.mark.parametrize(
+    ("forward", "path"),
+    [
+        (counts, "self.calls"),
+        (queue, "self.queue"),
+        (counts_elsewhere, "self.table"),
+        (alternates, ""),
+        (last_hidden, ""),
+    ],
+)
 def test_a_form_whose_forward_changes_what_it_reads_soon_runs_plainly(forward: Forward, path: str) -> None:
     """With one warning that names it. Values that come again need no further captures."""
     net = build(forward)

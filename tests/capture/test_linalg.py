@@ -19,8 +19,6 @@ WAYS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "inv": torch.linalg.inv,
     "solve": lambda w: torch.linalg.solve(w, w.square()),
     "unread": lambda w: (torch.linalg.inv(w), w * 2)[1],
-    "power": lambda w: torch.linalg.matrix_power(w, -2),
-    "cholesky": lambda w: torch.linalg.cholesky(w @ w.T) * 1.0,
     "lu_factor": lambda w: torch.linalg.lu_solve(*torch.linalg.lu_factor(w), w.square()),
     "eigvals": lambda w: torch.linalg.eigvals(w).abs(),
 }

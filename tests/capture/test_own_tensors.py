@@ -106,7 +106,6 @@ PROGRAMS: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {
     "vmap": (PLAIN, lambda net, layer, x: torch.vmap(lambda w, b: (x * w).sum(-1) + b)(layer.weight, layer.bias)),
     "grad": (PLAIN, times(lambda net, w: torch.func.grad(lambda w: w.sin().sum())(w))),
     "TorchScript": (PLAIN, lambda net, layer, x: scripted(x, layer.weight) + layer.bias),
-    "leaf": (SCALED, times(lambda net, w: 2 if w.is_leaf and w.grad_fn is None and w.requires_grad else 1)),
 }
 
 

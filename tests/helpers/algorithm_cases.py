@@ -12,11 +12,7 @@ from monet_like.capture.lower.step import capture
 from monet_like.variants import admitted
 
 EXACT = "inplace_conv_multiway_newnode"
-
-
 MODE = f"{EXACT}_algorithms"
-
-
 FORMATS = (torch.contiguous_format, torch.channels_last)
 
 

@@ -12,11 +12,7 @@ import torch
 from torch import Tensor
 
 FULL = (torch.float32, torch.float64)
-
-
 FLOATS = (*FULL, torch.bfloat16, torch.float16)
-
-
 INTEGER = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 

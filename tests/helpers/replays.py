@@ -19,11 +19,7 @@ from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.replay.wrapper import ScheduleWrapper
 
 FULL = "inplace_conv_multiway_newnode"
-
-
 CPU = torch.device("cpu")
-
-
 #: The test's own loss and its gradient, two numbers that are not the model's.
 LOSS_BYTES = 8
 

@@ -10,13 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from monet_like.capture.trees import tensors_of
+from monet_like.capture.trees import tensors_of as tensors
 from monet_like.profile.measure import allocated_peak
 from monet_like.replay.verify.steps import unsaved_loss
-
-
-def tensors(tree: Any) -> list[torch.Tensor]:
-    return tensors_of(tree)
 
 
 @dataclass

@@ -76,11 +76,8 @@ class Case:
     @property
     def takes_unknown_memory(self) -> bool:
         """Whether hooks of parameters make tensors, which no schedule knows of, or memory depends on values."""
-        return any(
-            op.arguments.get("hook") == "parameter"
-            or (op.kind == "embedding_bag" and op.arguments.get("mode") == "max")
-            for op in self.ops
-        )
+        by_values = (op.kind == "embedding_bag" and op.arguments.get("mode") == "max" for op in self.ops)
+        return any(by_values) or any(op.arguments.get("hook") == "parameter" for op in self.ops)
 
     @cached_property
     def source(self) -> str:

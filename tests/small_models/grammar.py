@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from random import Random
 from typing import Any
 
@@ -113,18 +114,15 @@ class Text:
             hook = chosen.pick("hook", *[None] * 14, *HOOKS)
             if hook:
                 init.append(HOOKS[hook])
-        elif op.kind not in ("input", "result"):
-            init = [*init]
         under = self.under
         if op.kind not in ("input", "result"):
             under = UNDER[chosen.pick("under", *[""] * 24, "bfloat16", "off")]
-        between = [*self.between]
 
         def put(lines: Sequence[str]) -> tuple[str, ...]:
             return tuple(line.replace("{out}", op.name).replace("{m}", module) for line in lines)
 
         return replace(
-            self, forward=put(self.forward), init=put(init), between=put(between), under=under, frozen=put(frozen)
+            self, forward=put(self.forward), init=put(init), between=put(self.between), under=under, frozen=put(frozen)
         )
 
 
@@ -219,14 +217,8 @@ RESULTS = {
 @kind(reads=1, weight=0)
 def result(a: Arguments, *values: Value) -> Text:
     """What the model returns; the loss uses those whose number is not in ``ignored``."""
-    form = a.pick(
-        "form",
-        "one",
-        *["one"] * 8,
-        *["tuple", "list", "dict", "named", "nested", "twice"] * 3,
-        "with input",
-        "dataclass",
-    )
+    seldom = ("with input", "dataclass")
+    form = a.pick("form", *["one"] * 9, *["tuple", "list", "dict", "named", "nested", "twice"] * 3, *seldom)
     if len(values) > 1 and form == "one":
         form = "tuple"
     names = [v.name for v in values]
@@ -369,18 +361,15 @@ def dot_product_attention(a: Arguments, x: Value) -> Text:
 def own_parameter(a: Arguments, x: Value) -> Text:
     """A parameter that the model itself has."""
     need(x.is_float and x.dim >= 1)
-    use = a.pick(
-        "use",
+    uses = (
         "{x} * {p}",
         "{x} + {p}",
         "{x} * {p}.softmax(0)",
         "{x} * {p}.view(1, -1)[0]",
         "torch.addcmul({p}, {x}, {p})",
     )
-    text = use.format(x=x.name, p="self.{out}_p")
-    return Text(
-        (f"{{out}} = {text}",), init=(f"self.{{out}}_p = nn.Parameter(torch.linspace(0.5, 1.5, {x.shape[-1]}))",)
-    )
+    text = a.pick("use", *uses).format(x=x.name, p="self.{out}_p")
+    return replace(line(text), init=(f"self.{{out}}_p = nn.Parameter(torch.linspace(0.5, 1.5, {x.shape[-1]}))",))
 
 
 # Normalisations
@@ -388,7 +377,7 @@ def own_parameter(a: Arguments, x: Value) -> Text:
 
 @kind(weight=4)
 def batch_norm(a: Arguments, x: Value) -> Text:
-    need(x.is_float and x.dim in (2, 3, 4, 5) and x.shape[0] * _product(x.shape[2:]) > 1)
+    need(x.is_float and x.dim in (2, 3, 4, 5) and x.shape[0] * prod(x.shape[2:]) > 1)
     options = f"momentum={a.pick('momentum', 0.1, 0.1, 0.5, None)}, affine={a.pick('affine', True, True, False)}"
     options += f", track_running_stats={a.pick('track', True, True, True, False)}"
     return layer(f"nn.BatchNorm{max(1, x.dim - 2)}d({x.shape[1]}, {options})", x.name)
@@ -405,14 +394,14 @@ def layer_norm(a: Arguments, x: Value) -> Text:
 
 @kind(weight=1.5)
 def group_norm(a: Arguments, x: Value) -> Text:
-    need(x.is_float and x.dim >= 2 and x.shape[0] * _product(x.shape[1:]) > x.shape[0] * x.shape[1] // 2)
+    need(x.is_float and x.dim >= 2 and x.shape[0] * prod(x.shape[1:]) > x.shape[0] * x.shape[1] // 2)
     groups = divisor(a, "groups", x.shape[1])
     return layer(f"nn.GroupNorm({groups}, {x.shape[1]}, affine={a.pick('affine', True, False)})", x.name)
 
 
 @kind(weight=1)
 def instance_norm(a: Arguments, x: Value) -> Text:
-    need(x.is_float and x.dim in (3, 4, 5) and _product(x.shape[2:]) > 1)
+    need(x.is_float and x.dim in (3, 4, 5) and prod(x.shape[2:]) > 1)
     options = f"affine={a.pick('affine', False, True)}, track_running_stats={a.pick('track', False, True)}"
     return layer(f"nn.InstanceNorm{x.dim - 2}d({x.shape[1]}, {options})", x.name)
 
@@ -454,10 +443,7 @@ def activation(a: Arguments, x: Value) -> Text:
     if form == "function":
         training = ", training=self.training" if name == "rrelu" else ""
         return line(f"F.{name}({x}, {arguments}".rstrip(", ") + f"{training})")
-    module = IN_PLACE[name]
-    if form == "in place":
-        module = _in_place(IN_PLACE[name])
-    return layer(f"nn.{module}", x.name)
+    return layer(f"nn.{_in_place(IN_PLACE[name]) if form == 'in place' else IN_PLACE[name]}", x.name)
 
 
 def _in_place(module: str) -> str:
@@ -482,9 +468,7 @@ def dropout(a: Arguments, x: Value) -> Text:
     names = ["Dropout", "Dropout", "Dropout", "AlphaDropout", "FeatureAlphaDropout"]
     names += {3: ["Dropout1d"], 4: ["Dropout2d"], 5: ["Dropout3d"]}.get(x.dim, [])
     name, share = a.pick("name", *names), a.pick("p", 0.5, 0.1, 0.3, 0.0, 1.0)
-    between = ()
-    if a.seldom("changes"):
-        between = ("model.{out}.p = 0.2 + 0.1 * step",)
+    between = ("model.{out}.p = 0.2 + 0.1 * step",) if a.seldom("changes") else ()
     text = layer(f"nn.{name}({share}{', inplace=True' if a.seldom('in_place', 0.25) else ''})", x.name)
     return replace(text, between=between)
 
@@ -526,12 +510,8 @@ def pool(a: Arguments, x: Value) -> Text:
 def unpooled(a: Arguments, x: Value) -> Text:
     """Max-pooling with indices, and back."""
     need(x.is_float and x.dim == 4 and min(x.shape[2:]) >= 2)
-    return Text(
-        (
-            f"{{out}}_p, {{out}}_i = F.max_pool2d({x}, 2, return_indices=True)",
-            "{out} = F.max_unpool2d({out}_p, {out}_i, 2)",
-        )
-    )
+    down = f"{{out}}_p, {{out}}_i = F.max_pool2d({x}, 2, return_indices=True)"
+    return Text((down, "{out} = F.max_unpool2d({out}_p, {out}_i, 2)"))
 
 
 @kind(weight=1)
@@ -741,13 +721,9 @@ def written(a: Arguments, x: Value) -> Text:
 def custom(a: Arguments, x: Value) -> Text:
     need(x.is_float and x.dim >= 1)
     options = (
-        "Cubed.apply({x}, 0.3)",
-        "Noisy.apply({x})",
-        "Reversed.apply({x}, 0.5)",
-        "Straight.apply({x})",
-        "Doubled.apply({x} * 1)",
-        "NoisyBackward.apply({x}, {x} + 1)",
-    )
+        "Cubed.apply({x}, 0.3)", "Noisy.apply({x})", "Reversed.apply({x}, 0.5)", "Straight.apply({x})",
+        "Doubled.apply({x} * 1)", "NoisyBackward.apply({x}, {x} + 1)",
+    )  # fmt: skip
     return line(a.pick("function", *options).format(x=x))
 
 
@@ -763,12 +739,9 @@ def hooked(a: Arguments, x: Value) -> Text:
     """A tensor's hook, registered in the forward."""
     need(x.is_float and x.requires_grad)
     hooks = (
-        "lambda g: 2 * g",
-        "add_tenth",
-        "lambda g: g.clamp(-0.1, 0.1)",
-        "lambda g: None",
+        "lambda g: 2 * g", "add_tenth", "lambda g: g.clamp(-0.1, 0.1)", "lambda g: None",
         "lambda g: g * torch.sigmoid({out}.detach())",
-    )
+    )  # fmt: skip
     return Text((f"{{out}} = {x} * 1", f"{{out}}.register_hook({a.pick('hook', *hooks)})"))
 
 
@@ -818,15 +791,9 @@ def branched(a: Arguments, x: Value) -> Text:
     """Python decides."""
     need(x.is_float and x.dim >= 1)
     tests = (
-        "self.training",
-        "{x}.shape[0] > 2",
-        "torch.is_grad_enabled()",
-        "self.{out}_f",
-        "random.random() < 0.5",
-        "{x}.requires_grad",
-        "{x}.sum() > 0",
-        "{x}.is_contiguous()",
-    )
+        "self.training", "{x}.shape[0] > 2", "torch.is_grad_enabled()", "self.{out}_f", "random.random() < 0.5",
+        "{x}.requires_grad", "{x}.sum() > 0", "{x}.is_contiguous()",
+    )  # fmt: skip
     test = a.pick("test", *tests[:4], *tests).replace("{x}", x.name)
     between = ("model.{out}_f = bool(step % 2)",) if "_f" in test and a.seldom("changes", 0.4) else ()
     return Text((f"{{out}} = {x} * 2 if {test} else {x} + 1",), init=("self.{out}_f = True",), between=between)
@@ -838,13 +805,9 @@ def constant(a: Arguments, x: Value) -> Text:
     need(x.is_float and x.dim >= 2)
     numbers = [0.5 + 0.25 * i for i in range(x.shape[-1])]
     options = (
-        "torch.tensor({n})",
-        "self.{out}_t",
-        "self.{out}_h[0]",
-        "torch.tensor({n}).exp()",
-        "torch.as_tensor({n})",
+        "torch.tensor({n})", "self.{out}_t", "self.{out}_h[0]", "torch.tensor({n}).exp()", "torch.as_tensor({n})",
         "{x}.new_tensor({n})",
-    )
+    )  # fmt: skip
     read = a.pick("made", *options).replace("{n}", str(numbers)).replace("{x}", x.name)
     init = ()
     if "self" in read:
@@ -857,11 +820,9 @@ def aside(a: Arguments, x: Value) -> Text:
     """Something that a forward does beside computing."""
     need(x.is_float)
     options = (
-        "self.{out}_s = {x}.detach()",
-        "self.{out}_s = {x}.shape[0]",
-        "with torch.no_grad(): {x}.mean()",
+        "self.{out}_s = {x}.detach()", "self.{out}_s = {x}.shape[0]", "with torch.no_grad(): {x}.mean()",
         "assert {x}.dim() >= 0",
-    )
+    )  # fmt: skip
     statement = a.pick("statement", *options).replace("{x}", x.name)
     return Text((statement, f"{{out}} = {x} + 0.25"))
 
@@ -878,10 +839,3 @@ def checkpointed(a: Arguments, x: Value) -> Text:
     need(x.is_float and x.dim >= 2)
     module = f"nn.Sequential(nn.Linear({x.shape[-1]}, 4), nn.Dropout({a.pick('p', 0.0, 0.5)}), nn.Tanh())"
     return Text((f"{{out}} = torch.utils.checkpoint.checkpoint({{m}}, {x}, use_reentrant=False)",), module)
-
-
-def _product(numbers: Sequence[int]) -> int:
-    found = 1
-    for number in numbers:
-        found *= number
-    return found

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -387,10 +387,8 @@ def _copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.detach().clone()
 
 
-@contextlib.contextmanager
-def _autocast(case: Case) -> Iterator[None]:
-    with autocast_as(case.autocast, torch.device(case.device)):
-        yield
+def _autocast(case: Case) -> AbstractContextManager[None]:
+    return autocast_as(case.autocast, torch.device(case.device))
 
 
 # Comparison

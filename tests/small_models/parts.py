@@ -12,24 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 __all__ = [
-    "Cubed",
-    "Doubled",
-    "F",
-    "Halves",
-    "Named",
-    "Noisy",
-    "NoisyBackward",
-    "Record",
-    "Reversed",
-    "SimpleNamespace",
-    "Straight",
-    "add_tenth",
-    "halve_output",
-    "nn",
-    "random",
-    "scale_gradient",
-    "shift_input",
-    "torch",
+    "Cubed", "Doubled", "F", "Halves", "Named", "Noisy", "NoisyBackward", "Record", "Reversed", "SimpleNamespace",
+    "Straight", "add_tenth", "halve_output", "nn", "random", "scale_gradient", "shift_input", "torch",
 ]  # fmt: skip
 
 
