@@ -257,7 +257,5 @@ def called_in_place(node: fx.Node) -> bool:
 
 
 def fills_with_noise(node: fx.Node) -> bool:
-    """Whether a node is ``bernoulli_(p)`` in plain PyTorch, which draws in the order of memory; the traced operator
-    does not.
-    """
+    """Whether a node is ``bernoulli_(p)`` in plain PyTorch, which draws in memory order; the traced one does not."""
     return node.target is torch.ops.aten.bernoulli.p and (called_in_place(node) or bool(_noted(node.meta, _NOISE_KEY)))

@@ -65,9 +65,7 @@ class TensorMeta:
         )
 
     def empty(self) -> torch.Tensor:
-        """A new tensor of this shape, stride, dtype and device, at the start of a storage of its own; not
-        initialised.
-        """
+        """A new tensor of this shape, stride, dtype and device, at the start of its own storage; not initialised."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
     def lies_as(self, tensor: torch.Tensor) -> bool:

@@ -125,9 +125,7 @@ def members_of(member: Any) -> Any:
 
 
 def _places(model: nn.Module, arguments: Iterable[Any], tensors: Iterable[torch.Tensor]) -> list[Place]:
-    """Where attributes of the model's modules, and of other objects that the model is given, hold one of
-    ``tensors``.
-    """
+    """Where attributes of the model's modules, and of other objects that it is given, hold one of ``tensors``."""
     search = _Search(tensors)
     for module in model.modules():
         search.within(module.__dict__, without=_REGISTERED)

@@ -32,9 +32,7 @@ def _resized(leaf: torch.Tensor, extents: Iterable[int]) -> torch.Tensor:
 
 
 def with_batch(example: Example, wanted: int) -> Example:
-    """The example at another batch size: ``wanted`` replaces the leading extent of every tensor that has
-    the batch's.
-    """
+    """The example at another batch size: ``wanted`` replaces the leading extent of tensors that have the batch's."""
     tensors = [t for t in tensors_of(example) if t.dim()]
     batch = tensors[0].shape[0] if tensors else wanted
 

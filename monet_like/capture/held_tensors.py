@@ -67,9 +67,7 @@ class ConstantsFound(BaseException):
 
 
 class InputRequires(BaseException):
-    """Ends a trace whose forward calls ``requires_grad_`` on an input: it is made again with that input requiring a
-    gradient.
-    """
+    """Ends a trace whose forward calls ``requires_grad_`` on an input: it is made again with one that requires it."""
 
     def __init__(self, position: int) -> None:
         super().__init__()

@@ -28,9 +28,7 @@ def autocast_as(name: str, device: torch.device) -> AbstractContextManager[None]
 
 
 def layout_of(tensor: torch.Tensor) -> str:
-    """The name of a tensor's memory layout: ``channels_last``, ``channels_last_3d``, or "" for row-major and all
-    others.
-    """
+    """The name of a tensor's memory layout: ``channels_last``, ``channels_last_3d``, or "" for all others."""
     if tensor.layout is not torch.strided or tensor.is_contiguous():
         return ""
     name = _BY_DIMENSIONS.get(tensor.dim(), "")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -65,19 +65,14 @@ def check_attention(name: str) -> None:
         raise UsageError(f"attention {name!r} is unknown; give {', '.join(list(KINDS)[:-1])} or {list(KINDS)[-1]}")
 
 
-@contextlib.contextmanager
-def attention_as(name: str) -> Iterator[None]:
+def attention_as(name: str) -> contextlib.AbstractContextManager[None]:
     """Have PyTorch take this kind of attention on the device at hand; "": its own choice.
 
     Raises:
         UsageError: there is no such kind.
     """
     check_attention(name)
-    if not name:
-        yield
-        return
-    with sdpa_kernel(KINDS[name]):
-        yield
+    return sdpa_kernel(KINDS[name]) if name else contextlib.nullcontext()
 
 
 def attention(target: Absent) -> contextlib.AbstractContextManager[None]:

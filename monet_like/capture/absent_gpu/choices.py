@@ -55,17 +55,15 @@ def as_on(target: Absent | None) -> Iterator[None]:
 # Convolutions -------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def convolutions(device: torch.device) -> Iterator[None]:
+def convolutions(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Give the results of fake convolutions the memory layout that a GPU's kernels give them, if ``device`` is a GPU.
 
     Without a GPU PyTorch takes cuDNN to be unable to compute in bfloat16. Every GPU since the A100 can, by the kernels
     that it has for float16.
     """
-    own = torch._C._select_conv_backend
     if device.type != "cuda":
-        yield
-        return
+        return contextlib.nullcontext()
+    own = torch._C._select_conv_backend
 
     def select(*args: Any, **kwargs: Any) -> Any:
         # PyTorch 2.14 passes the input and the weight by place, 2.11 by name.
@@ -81,8 +79,7 @@ def convolutions(device: torch.device) -> Iterator[None]:
             named = {n: _twin(t, device) if isinstance(t, torch.Tensor) else t for n, t in kwargs.items()}
         return own(*there, **named)
 
-    with replaced(torch._C, _select_conv_backend=select):
-        yield
+    return replaced(torch._C, _select_conv_backend=select)
 
 
 def _twin(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -100,9 +97,7 @@ def _in_rows(tensor: torch.Tensor) -> bool:
 
 
 def _batch_norms(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Copy the input of a batch norm by cuDNN to row-major or channels-last layout if it has another; its gradient
-    reads the copy.
-    """
+    """Copy the input of a batch norm by cuDNN to rows or channels-last if it lies otherwise; the gradient reads it."""
     own = torch.batch_norm
 
     def batch_norm(
@@ -188,9 +183,7 @@ def _fused_rms_norm() -> Iterator[None]:
 
 
 class _Refusals(TorchFunctionMode):
-    """Refuses functions that a GPU computes by operators of cuDNN or by fused kernels, which a trace on the CPU does
-    not show.
-    """
+    """Refuses functions that a GPU computes by cuDNN or by fused kernels, which a trace on the CPU does not show."""
 
     _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell"})
 

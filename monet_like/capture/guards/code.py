@@ -1,6 +1,4 @@
-"""What runs in a forward: names that the code of a function may read, and PyTorch's own functions, which are not
-traced.
-"""
+"""What runs in a forward: names that a function's code may read, and PyTorch's own functions, which are not traced."""
 
 from __future__ import annotations
 

@@ -127,9 +127,7 @@ class Attributes(Holder):
 
 
 class Variables(Attributes):
-    """Global variables, or the attributes of a class or of a Python module; only those that the model reads are
-    watched.
-    """
+    """Global variables, or attributes of a class or a Python module; only those that the model reads are watched."""
 
     def _differing(self, then: Mapping[str, Any]) -> list[str]:
         imported = (type, types.ModuleType, types.FunctionType)  # by the forward, which would not import it again

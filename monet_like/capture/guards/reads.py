@@ -109,9 +109,7 @@ class Roots:
         return walk
 
     def is_late(self, place: Place, label: Any) -> bool:
-        """Whether code that runs in the backward may read it; members of a container count by the container's own
-        place.
-        """
+        """Whether code of the backward may read it; members of a container count by the container's own place."""
         holder = place.holder
         path = place.path if label is None else holder.part(place.path, label)
         if any(path == known or path.startswith(tuple(f"{known}{end}" for end in ".[(")) for known in self.set_again):

@@ -1,6 +1,4 @@
-"""PyTorch's settings by which it chooses operators: a program has the operators of the settings that it was captured
-under.
-"""
+"""PyTorch's settings by which it chooses operators: a program has the operators of those that it was captured under."""
 
 from __future__ import annotations
 
@@ -41,9 +39,7 @@ def _users_hooks() -> Iterator[Any]:
 
 
 def _function_modes() -> tuple[Any, ...]:
-    """What decides about PyTorch's functions here: the default device, and users' modes with the plain values they
-    hold.
-    """
+    """What decides about PyTorch's functions: the default device, and users' modes with the plain values they hold."""
     if not torch._C._len_torch_function_stack():
         return ()
     found: list[Any] = []

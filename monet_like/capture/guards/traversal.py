@@ -1,6 +1,4 @@
-"""Walks from a value to everything behind it that can change, and describes it so that equal values have
-equal forms.
-"""
+"""Walks from a value to everything behind it that can change, and describes it: equal values have equal forms."""
 
 from __future__ import annotations
 
@@ -181,9 +179,7 @@ class Walk:
 
 
 def given_containers(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The lists, dicts and objects among arguments that are taken apart, see `trees`, and their paths: the model may
-    fill them.
-    """
+    """The containers and objects among arguments that `trees` takes apart, and their paths: the model may fill them."""
     named = [(f"positional argument {place}", value) for place, value in enumerate(args)]
     named += [(f"argument {name}", value) for name, value in kwargs.items()]
     return [(path, value) for path, value in named if children_of(value) is not None]

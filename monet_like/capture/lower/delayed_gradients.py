@@ -58,9 +58,7 @@ def _held_bytes(program: Program, slots: Sequence[Task], slot: int) -> int:
 
 
 def _least_bytes(program: Program, slots: Sequence[Task]) -> int:
-    """A lower bound of every schedule's peak, without workspaces: live gradients, and what each task reads
-    and writes.
-    """
+    """A lower bound of any schedule's peak, without workspaces: live gradients, and what each task reads and writes."""
     values = program.values
     outputs = sum(values[v].bytes for v in program.outputs)
     most = max(

@@ -1,6 +1,4 @@
-"""Results of operators as eager PyTorch's kernels make them: layouts, dtypes and storages that fake tensors do not
-have.
-"""
+"""Results of operators as eager PyTorch's kernels make them: layouts, dtypes and storages that fakes do not have."""
 
 from __future__ import annotations
 
@@ -153,9 +151,7 @@ def observes_in_place(lowering: Values, node: fx.Node) -> bool:
 
 
 def fills_in_memory_order(lowering: Values, node: fx.Node) -> bool:
-    """Whether a node is ``bernoulli_`` on a tensor that is not in row-major order: it draws in the order of
-    the memory.
-    """
+    """Whether a node is ``bernoulli_`` on a tensor that is not in row-major order: it draws in memory order."""
     return fills_with_noise(node) and not lowering.result_of(args_of(node)[0]).is_contiguous()
 
 

@@ -76,9 +76,7 @@ def _add_tangent_of_changed(lowering: Values, node: fx.Node, output: Any) -> Non
 
 
 def _without_tangent(node: fx.Node) -> bool:
-    """Remove an incoming gradient from all sums that it is added in; False, and nothing is done, if it is used
-    otherwise.
-    """
+    """Remove an incoming gradient from all sums it is added in; False, and nothing is done, if it is used otherwise."""
     if any(user.target is not torch.ops.aten.add.Tensor or len(args_of(user)) != 2 for user in node.users):
         return False
     for user in list(node.users):
@@ -97,9 +95,7 @@ def changes_one_given_twice(graph: fx.Graph, flat: FlatModule, tensors: Sequence
 
 
 def lay_out_tangent(lowering: Values, node: fx.Node, position: int) -> None:
-    """Give an incoming gradient the layout of its result in eager PyTorch, where the trace gave it the
-    traced result's.
-    """
+    """Give an incoming gradient its result's layout in eager PyTorch, where the trace gave it the traced result's."""
     pairs = zip(args_of(lowering.output)[0], lowering.output.meta["desc"], strict=True)
     (output,) = (out for out, d in pairs if type(d).__name__ == "PlainAOTOutput" and d.idx == position)
     if output not in lowering.nodes:  # a view that the trace makes later

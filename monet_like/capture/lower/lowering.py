@@ -24,10 +24,11 @@ from .eager_results import can_view, eager_result
 from .gradients import collect_gradients, delayable_slots, in_slot_order
 from .in_place import accumulate_in_place, with_held, with_in_place_calls
 from .inputs import add_attribute, add_placeholder, lay_out_tangent
-from .questions import add_question, add_sized
 from .released_gradients import with_releases
 from .rules import (
+    add_question,
     add_reserve,
+    add_sized,
     as_cudnn_call,
     has_effect,
     is_dropout,
@@ -113,9 +114,7 @@ class Lowering(Values):
             self.marks.update((value, mark) for value in range(known, len(self.values)))
 
     def _note_autograd_node(self, node: fx.Node, slots: Sequence[Task]) -> None:
-        """Remember which node of autograd's graph makes ``slots``, by the number that it shares with its forward
-        operator.
-        """
+        """Remember which node of autograd's graph makes ``slots``, by the number that its forward operator has, too."""
         number = node.meta.get("seq_nr")
         if number is None or node.target is operator.getitem:
             return

@@ -44,9 +44,7 @@ def add_update(lowering: Values, target: Any, node: fx.Node) -> None:
 
 
 def _counting_tasks(lowering: Values, value: int, buffer: int) -> list[Task]:
-    """The tasks that make ``value`` from ``buffer`` by additions alone; none if another task reads a
-    result of theirs.
-    """
+    """The tasks that make ``value`` from ``buffer`` by additions alone; none if another task reads their results."""
     found: list[Task] = []
     while value != buffer:
         readers = [task for task in (*lowering.tasks, *lowering.slots) if value in task.reads and task not in found]

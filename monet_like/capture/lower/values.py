@@ -192,9 +192,7 @@ class Values:
         return self.is_buffer_tensor(into) and self.is_buffer_tensor(source) and storage_of(into) == storage_of(source)
 
     def is_scaled_in_place(self, node: fx.Node) -> bool:
-        """Whether a node casts an int8 weight that bitsandbytes scales in place then: the weight is dequantised at
-        once.
-        """
+        """Whether a node casts an int8 weight that bitsandbytes then scales in place: it is dequantised at once."""
         if node.target is not torch.ops.aten._to_copy.default or len(node.users) != 1:
             return False
         weight, (user,) = self.storages[storage_of(self.result_of(args_of(node)[0]))], node.users

@@ -206,9 +206,7 @@ class FlatModule(nn.Module):
         return (*self._apart([tensor for tensor, _ in results.values()], tensors), *answers.asked)
 
     def _given(self, tensors: Sequence[torch.Tensor]) -> dict[int, tuple[str, Any]]:
-        """What the caller has given in the place of each of the tracer's tensors, by identity, as `Effects` refers to
-        it.
-        """
+        """What the caller gave in the place of each of the tracer's tensors, by identity, as `Effects` refers to it."""
         found: dict[int, tuple[str, Any]] = {}
         for kind, members in (("parameter", self.named_parameters()), ("buffer", self.named_buffers())):
             for name, tensor in members:
@@ -220,9 +218,7 @@ class FlatModule(nn.Module):
         return found
 
     def has_values(self) -> bool:
-        """Whether a plain forward can run: no tensor is without memory, and no other process would have
-        to take part.
-        """
+        """Whether a plain forward can run: no tensor is without memory, and no other process has to take part."""
         if is_synchronised(self.model) and world()[1] > 1:
             return False
         held = (*self.leaves, *self.model.parameters(), *self.model.buffers())
@@ -239,9 +235,7 @@ class FlatModule(nn.Module):
         return [tensor for tensor, example in zip(tensors, given, strict=True) if example.is_leaf]
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]) -> list[Any]:
-        """The leaves of the model's result, with the tracer's tensors in the place of those that the user's objects
-        hold.
-        """
+        """The leaves of the model's result, with the tracer's tensors in the place of those in the user's objects."""
         self.used.clear()
         own = self.used = WeakTensorKeyDictionary()
         leaves = self._leaf_inputs(tensors)
@@ -363,9 +357,7 @@ class FlatModule(nn.Module):
 def _marked(
     before: Sequence[tuple[torch.Tensor, dict[str, Any]]], result: Any
 ) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
-    """Tensors on which a forward has set attributes, and these: of what it was given, and of its results, which had
-    none.
-    """
+    """Tensors on which a forward has set attributes, and these: what it was given, and its results, which had none."""
     given = {id(tensor) for tensor, _ in before}
     made = [t for t in pytree.tree_leaves(result) if isinstance(t, FunctionalTensor) and id(t) not in given]
     for tensor, then in (*before, *((tensor, {"elem": tensor.elem}) for tensor in made)):

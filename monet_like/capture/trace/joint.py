@@ -183,10 +183,12 @@ def _export(
     *,
     asks: bool,
 ) -> fx.Graph:
-    """The graph; ``asks``: of a forward that asks for values.
+    """The graph.
 
-    Where it has no answers it takes the path of libraries under a compiler,
-    who then do not look at values."""
+    Args:
+        asks: whether the forward asks for values. Where it has no answers it takes the path of libraries under a
+            compiler, who then do not look at values.
+    """
     with (
         contextlib.ExitStack() as stack,
         quiet(),
@@ -302,9 +304,7 @@ _DECOMPOSED = frozenset((
 
 
 def _decomposed_operators() -> Iterator[Any]:
-    """Operators that tracing would decompose into others that round differently, or, recurrent ones, that leave out
-    dropout.
-    """
+    """Operators that tracing would decompose into others, which round differently or, recurrent ones, lack dropout."""
     for name in dir(torch.ops.aten):
         if "upsample" in name or name in _DECOMPOSED:
             packet = getattr(torch.ops.aten, name)
@@ -331,9 +331,7 @@ def _eager_operators() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _checked_matrices() -> Iterator[None]:
-    """Keep the checks of ``torch.linalg.inv`` and the like: PyTorch 2.11 drops them from traces, later versions run
-    them in order.
-    """
+    """Keep the checks of ``torch.linalg.inv`` and the like, in order; PyTorch 2.11 drops them from traces."""
     effect = torch._library.simple_registry.singleton.find("aten::_linalg_check_errors").effect
     before = effect.effect
     effect.register(EffectType.ORDERED)
@@ -345,9 +343,7 @@ def _checked_matrices() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unvalidated() -> Iterator[None]:
-    """Switch off what only raises an error for some values: the validation of distributions' parameters, PyTorch's
-    checks.
-    """
+    """Switch off what only raises errors for some values: distributions' validation, and PyTorch's checks."""
 
     def unchecked(*_: Any, **__: Any) -> None:
         pass

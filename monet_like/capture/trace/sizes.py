@@ -55,9 +55,7 @@ def deciding(func: Any, given: Mapping[str, Any]) -> list[torch.Tensor]:
 
 
 def with_numbers(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of a function of PyTorch's; of one that writes what has a gradient by masks, with numbers in their
-    place.
-    """
+    """The arguments of a function; of one that writes what has a gradient by masks, with numbers in their place."""
     if getattr(func, "__name__", "") not in _WRITING or len(args) < 3:
         return args
     tensor, index, value, *rest = args

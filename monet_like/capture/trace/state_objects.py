@@ -59,9 +59,7 @@ class StateObjects:
         return twin
 
     def set_since(self) -> list[str]:
-        """What custom functions have set in the copies since they were made or `hand_over` was called:
-        ``State.count``.
-        """
+        """What custom functions have set in the copies since they were made or handed over: ``State.count``."""
         return [f"{type(held).__name__}.{name}" for held, _, name in self._set()]
 
     def hand_over(self) -> None:

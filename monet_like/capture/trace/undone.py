@@ -59,13 +59,13 @@ class Undone(TorchDispatchMode):
     """Undoes at its end what operators have written into tensors that existed at its beginning, and what was drawn.
 
     A tensor is copied when it is first written, so that only what changes takes memory.
+
+    Args:
+        device: whose generator may be drawn from.
+        tensors: leaves of autograd's graph among them stay such leaves.
     """
 
     def __init__(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
-        """Args: device: whose generator may be drawn from.
-
-        tensors: leaves of autograd's graph among them stay such leaves.
-        """
         super().__init__()
         self._device = device
         self._leaves = [(tensor, tensor.requires_grad) for tensor in tensors if tensor.is_leaf]
