@@ -38,8 +38,6 @@ from monet_like.variants import admitted
 CUDA = torch.device("cuda", 0)
 FULL = "inplace_conv_multiway_newnode"
 _FLOAT, _HALF, _BF16, _DOUBLE = torch.float32, torch.float16, torch.bfloat16, torch.float64
-
-
 NORMS = 7
 
 

@@ -134,6 +134,11 @@ def set_global(name: str) -> Callable[[Reader, float], None]:
     return lambda net, to: globals().__setitem__(name, to)
 
 
+def becomes(name: str, value: Any) -> Callable[[Reader, Any], None]:
+    """Sets an attribute of the module to this value."""
+    return lambda net, _: setattr(net, name, value)
+
+
 def into(path: str) -> Callable[[Reader, Any], None]:
     """Sets an attribute, item or entry of the module by a path such as ``config.scale`` or ``items[0]``."""
     target = compile(f"net.{path} = to", "<change>", "exec")
@@ -150,8 +155,7 @@ HOLDERS: dict[str, tuple[Callable[..., Any], dict[str, Callable[[], Any]], Calla
     "dataclass": (lambda net, y: y * net.config.scale, {"config": Config}, into("config.scale")),
     "property": (lambda net, y: y * net.config.doubled, {"config": Config}, into("config.scale")),
     "list in a dataclass": (lambda net, y: y * net.config.inner[0], {"config": Config}, into("config.inner[0]")),
-    "frozen dataclass": (lambda net, y: y * net.config.scale, {"config": Frozen}, lambda net, to: setattr(net,
-    "config", Frozen(to))),
+    "frozen dataclass": (lambda net, y: y * net.config.scale, {"config": Frozen}, becomes("config", Frozen(0.25))),
     "slots": (lambda net, y: y * net.config.scale, {"config": Slotted}, into("config.scale")),
     "class attribute by an instance": (lambda net, y: y * net.config.kind, {"config": Config}, into("config.kind")),
     "namespace": (
@@ -187,20 +191,15 @@ HOLDERS: dict[str, tuple[Callable[..., Any], dict[str, Callable[[], Any]], Calla
     "object that is called": (lambda net, y: y * net.table(), {"table": Table}, into("table.entries['scale']")),
     "numpy scalar": (lambda net, y: y * float(net.scale), {"scale": lambda: np.float64(0.5)}, into("scale")),
     "numpy array": (lambda net, y: y * float(net.scale[1]), {"scale": lambda: np.full(2, 0.5)}, into("scale[1]")),
-    "int, then float": (lambda net, y: y * (2 if isinstance(net.scale, int) else 3), {"scale": lambda: 2}, lambda net,
-    to: setattr(net, "scale", 2.0)),
-    "int, then bool": (lambda net, y: y * (2 if net.scale is True else 3), {"scale": lambda: 1}, lambda net,
-    to: setattr(net, "scale", True)),
-    "-0.0": (lambda net, y: y * (2.0 if str(net.scale) == "0.0" else 3.0), {"scale": lambda: 0.0}, lambda net,
-    to: setattr(net, "scale", -0.0)),
-    "size": (lambda net, y: y * net.size.numel(), {"size": lambda: torch.Size([2])}, lambda net, to: setattr(net,
-    "size", torch.Size([3]))),
-    "range": (lambda net, y: y * len(net.times), {"times": lambda: range(2)}, lambda net, to: setattr(net, "times",
-    range(3))),
-    "function": (lambda net, y: net.act(y), {"act": lambda: torch.tanh}, lambda net, to: setattr(net, "act",
-    torch.sigmoid)),
-    "lambda": (lambda net, y: net.act(y), {"act": lambda: (lambda y: y * 2)}, lambda net, to: setattr(net, "act",
-    lambda y: y * 3)),
+    "int, then float": (lambda net, y: y * (2 if isinstance(net.scale, int) else 3), {"scale": lambda: 2},
+    becomes("scale", 2.0)),
+    "int, then bool": (lambda net, y: y * (3 - (net.scale is True)), {"scale": lambda: 1}, becomes("scale", True)),
+    "-0.0": (lambda net, y: y * (2.0 if str(net.scale) == "0.0" else 3.0), {"scale": lambda: 0.0},
+    becomes("scale", -0.0)),
+    "size": (lambda net, y: y * net.size.numel(), {"size": lambda: torch.Size([2])}, becomes("size", torch.Size([3]))),
+    "range": (lambda net, y: y * len(net.times), {"times": lambda: range(2)}, becomes("times", range(3))),
+    "function": (lambda net, y: net.act(y), {"act": lambda: torch.tanh}, becomes("act", torch.sigmoid)),
+    "lambda": (lambda net, y: net.act(y), {"act": lambda: (lambda y: y * 2)}, becomes("act", lambda y: y * 3)),
     "partial": (
         lambda net, y: net.act(y),
         {"act": lambda: functools.partial(torch.mul, other=0.5)},
@@ -618,16 +617,11 @@ def rotary() -> tuple[nn.Module, Any]:
 def language_model(name: str) -> tuple[nn.Module, Any]:
     import transformers
 
-    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 16} if name == "GPT2" else {}
-    sizes |= (
-        {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 32}
-        if not sizes
-        else {}
-    )
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 32}
+    if name == "GPT2":
+        sizes = {"n_layer": 1, "n_head": 2, "n_embd": 16}
     config = getattr(transformers, f"{name}Config")(vocab_size=50, use_cache=False, **sizes)
-    return getattr(transformers, f"{name}ForCausalLM" if name != "GPT2" else "GPT2LMHeadModel")(config), torch.arange(
-        8
-    )[None]
+    return transformers.AutoModelForCausalLM.from_config(config), torch.arange(8)[None]
 
 
 @pytest.mark.slow

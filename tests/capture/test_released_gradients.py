@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from replays import record_for
 from torch import nn
 from training import twin
+from zoo import Built
 
 import monet_like
 from monet_like import ScheduleWrapper
@@ -57,16 +58,16 @@ def stepping(model: nn.Module) -> None:
 
 
 @pytest.fixture(scope="module")
-def example() -> tuple[nn.Module, tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+def example() -> Built:
     torch.manual_seed(0)
     return Deep().train(), (torch.randn(ROWS, WIDTH),), {}
 
 
-def captured_with(example: tuple[nn.Module, tuple[torch.Tensor, ...], dict[str, torch.Tensor]]) -> Captured:
+def captured_with(example: Built) -> Captured:
     return admitted(capture(*example, optimizer_in_backward=True), "normal")
 
 
-def test_one_weights_gradient_at_a_time_is_counted(example: tuple[nn.Module, tuple[torch.Tensor, ...], dict]) -> None:
+def test_one_weights_gradient_at_a_time_is_counted(example: Built) -> None:
     weight = WIDTH * WIDTH * 4
     plain = admitted(capture(*example), "normal").program
     freeing = captured_with(example).program
@@ -83,7 +84,7 @@ def test_one_weights_gradient_at_a_time_is_counted(example: tuple[nn.Module, tup
 @pytest.mark.slow(but=["0.8"])
 @pytest.mark.parametrize("drop", [0.0, 0.8])
 def test_steps_end_where_plain_pytorchs_do_within_what_is_predicted(
-    example: tuple[nn.Module, tuple[torch.Tensor, ...], dict], drop: float, tmp_path: Path
+    example: Built, drop: float, tmp_path: Path
 ) -> None:
     model, args, _ = example
     captured = captured_with(example)
@@ -109,18 +110,14 @@ def test_steps_end_where_plain_pytorchs_do_within_what_is_predicted(
     assert 0 < rise <= report.peak_bytes - captured.program.resident_bytes + 16 * ROWS * WIDTH * 4
 
 
-def test_a_file_without_the_field_reads_as_before(
-    example: tuple[nn.Module, tuple[torch.Tensor, ...], dict],
-) -> None:
+def test_a_file_without_the_field_reads_as_before(example: Built) -> None:
     captured = admitted(capture(*example), "normal")
     record = record_for(captured, store_all(captured.program), "normal", example)
     assert "optimizer_in_backward" not in record.content()
     assert ScheduleRecord.of_content(record.content(), "here") == record
 
 
-def test_auto_schedule_fits_less_than_all_gradients_and_trains_as_plain_pytorch(
-    example: tuple[nn.Module, tuple[torch.Tensor, ...], dict],
-) -> None:
+def test_auto_schedule_fits_less_than_all_gradients_and_trains_as_plain_pytorch(example: Built) -> None:
     model, args, _ = example
     gradients = WIDTH * WIDTH * 4 * LAYERS
     budget = 2 * gradients  # the weights, and less than all gradients besides what activations take

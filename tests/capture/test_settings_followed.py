@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -58,12 +59,11 @@ class Table(nn.Module):
         return self.layer(x) * torch.tensor([0.1, 0.2, 0.3, 0.4])
 
 
-class DefaultDtype:
-    def __enter__(self) -> None:
-        torch.set_default_dtype(torch.float64)
-
-    def __exit__(self, *_: Any) -> None:
-        torch.set_default_dtype(torch.float32)
+@contextmanager
+def default_dtype() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
 #: A model, the length of its sequences, a setting, and what it is called. Without oneDNN each place takes some twenty
@@ -71,7 +71,7 @@ class DefaultDtype:
 CASES: dict[str, tuple[Callable[[], nn.Module], int, Callable[[], AbstractContextManager[Any]], str]] = {
     "attention": (Attention, 64, lambda: sdpa_kernel(SDPBackend.MATH), r"torch\.backends\.cuda\.flash_sdp_enabled\(\)"),
     "oneDNN": (Recurrent, 6, lambda: torch.backends.mkldnn.flags(enabled=False), r"torch\.backends\.mkldnn\.enabled"),
-    "default dtype": (Table, 64, DefaultDtype, r"torch\.get_default_dtype\(\)"),
+    "default dtype": (Table, 64, default_dtype, r"torch\.get_default_dtype\(\)"),
 }
 
 
@@ -104,13 +104,7 @@ def test_a_setting_that_changes_is_followed(case: str) -> None:
     assert same(model, wrapped, x)
 
 
-def set_for_a_while(module: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(module, name)
-    setattr(module, name, value)
-    yield
-    setattr(module, name, before)
-
-
+@contextmanager
 def switched(setting: Callable[[bool], Any], on: bool) -> Iterator[None]:
     setting(on)
     yield
@@ -118,7 +112,7 @@ def switched(setting: Callable[[bool], Any], on: bool) -> Iterator[None]:
 
 
 #: Ways to change each of the settings.
-CHANGES: dict[str, Callable[[], Iterator[None] | AbstractContextManager[Any]]] = {
+CHANGES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "torch.backends.cudnn.enabled": lambda: torch.backends.cudnn.flags(enabled=False),
     "torch.backends.mkldnn.enabled": lambda: torch.backends.mkldnn.flags(enabled=False),
     "torch.backends.cuda.flash_sdp_enabled()": lambda: switched(torch.backends.cuda.enable_flash_sdp, False),
@@ -131,9 +125,9 @@ CHANGES: dict[str, Callable[[], Iterator[None] | AbstractContextManager[Any]]] =
         [SDPBackend.MATH, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION],
         set_priority=True,
     ),
-    "torch.backends.opt_einsum": lambda: set_for_a_while(torch.backends.opt_einsum, "enabled", False),
+    "torch.backends.opt_einsum": lambda: mock.patch.object(torch.backends.opt_einsum, "enabled", False),
     "torch.are_deterministic_algorithms_enabled()": lambda: switched(torch.use_deterministic_algorithms, True),
-    "torch.get_default_dtype()": DefaultDtype,
+    "torch.get_default_dtype()": default_dtype,
     "the default device, or a TorchFunctionMode": lambda: torch.device("meta"),
     "torch.nn.utils.parametrize.cached()": parametrize.cached,
     "hooks on all modules": lambda: register_module_forward_hook(lambda *_: None),
@@ -146,8 +140,7 @@ def test_each_setting_is_compared() -> None:
     for name, change in CHANGES.items():
         if name == "torch.backends.opt_einsum" and not torch.backends.opt_einsum.is_available():
             continue  # a package of its own
-        made = change()
-        with contextmanager(lambda made=made: made)() if isinstance(made, Iterator) else made:
+        with change():
             found = reads.change()
             assert found is not None and found.path == name
         assert reads.change() is None

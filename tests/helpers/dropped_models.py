@@ -60,8 +60,6 @@ def batch_normed() -> nn.Module:
 
 
 Made = tuple[nn.Module, tuple[Tensor, ...]]
-
-
 MODELS: Mapping[str, Callable[[], Made]] = {
     "mlp": lambda: (mlp(), (torch.randn(9, 24, requires_grad=True),)),
     "three_dimensions": lambda: (mlp(), (torch.randn(4, 5, 24, requires_grad=True),)),
@@ -75,8 +73,6 @@ MODELS: Mapping[str, Callable[[], Made]] = {
     "strided": lambda: (mlp(), (torch.randn(24, 9).t().requires_grad_(),)),
     "batch_normed": lambda: (batch_normed(), (torch.randn(4, 3, 10, 10, requires_grad=True),)),
 }
-
-
 #: Names of the layers whose inputs can be dropped; Conv1D is Hugging Face's.
 LAYERS = ("Linear", "Conv2d", "Conv1D")
 

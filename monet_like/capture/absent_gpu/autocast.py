@@ -16,12 +16,8 @@ from ...errors import CaptureError
 from ..replaced import replaced
 
 _CPU, _CUDA = "AutocastCPU", "AutocastCUDA"
-
-
 #: Autocast casts to its 16-bit dtype, to float32, or to the widest dtype among the arguments.
 _LOWER, _FLOAT32, _WIDEST = "lower", "float32", "widest"
-
-
 #: Autocast asks for a float32 result, by the argument ``dtype`` or by an overload that has it.
 _FLOAT32_RESULT, _FLOAT32_OVERLOAD = "float32 result", "float32 overload"
 _REFUSED = "refused"

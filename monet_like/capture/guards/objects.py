@@ -50,8 +50,6 @@ from .holders import (
 
 #: Larger NumPy arrays are told apart by identity.
 ARRAY_BYTES = 2**20
-
-
 _LIBRARIES = frozenset((
     "torch", "torchgen", "functorch", "triton", "numpy", "sympy", "mpmath", "monet_like", "_pytest", "pluggy",
     "coverage", "pydevd", "_pydevd_bundle",

@@ -43,14 +43,10 @@ from .updates import add_update, forbid_rereading_changed, forbid_strides_over_c
 from .values import NodeResult, Values, args_of, map_nodes, storage_of, tensors_in
 
 _CUDNN_LAYERS = torch.ops.aten._cudnn_rnn.default
-
-
 #: Losses whose kernels, for a mean or a sum, leave the number in a storage as large as their input.
 _IN_LARGE_STORAGE = frozenset(
     f"aten.{name}.default" for name in ("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss")
 )
-
-
 #: Of a ``CopySlices`` whose call's gradient computes nothing: a new tensor, a copy into it, a clone of the view, a copy
 #: back.
 _COPIES = 4

@@ -19,15 +19,11 @@ _ADVICE = {
     ),
     "aten._to_sparse": "to_sparse makes a tensor whose size depends on the values of a tensor; compute with dense ones",
 }
-
-
 #: For a model of which a part cannot be captured.
 OTHER_PARTS = (
     "; monet_like.auto_schedule(model, memory_budget=...) finds the largest parts that do not, names them as "
     "blocks=[...], and plans them; the rest runs as it is"
 )
-
-
 #: Likewise, by a file that the error passes through.
 _ADVICE_FOR_FILES = {
     "/triton/": (
