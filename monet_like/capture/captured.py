@@ -284,9 +284,7 @@ _of_thread = threading.local()
 
 
 def shape_mode() -> FakeTensorMode:
-    """As `fake_mode`, one for all of a thread's short computations of shapes: to make a mode reads the source lines of
-    the whole stack.
-    """
+    """A `fake_mode` for all short computations of shapes of a thread: making one reads the whole stack's source."""
     if not hasattr(_of_thread, "mode"):
         _of_thread.mode = fake_mode()
     mode: FakeTensorMode = _of_thread.mode

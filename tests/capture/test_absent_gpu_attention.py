@@ -1,6 +1,4 @@
-"""The attention that a GPU would take: PyTorch's choice by card, kinds by name, and what is not certain without the
-card.
-"""
+"""The attention that a GPU would take: PyTorch's choice by card, kinds by name, and what is uncertain without it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tensors that a forward reads and that are no parameters, buffers or arguments: made from numbers, or held
-by objects.
-"""
+"""Tensors that a forward reads and that are no parameters, buffers or arguments: of numbers, or held by objects."""
 
 from __future__ import annotations
 

@@ -52,9 +52,7 @@ def power(_: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def spectrum(_: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """A filter of a spectrogram; the inverse looks whether its windows overlap, which the trace must answer as eager
-    mode.
-    """
+    """A filter of a spectrogram; the inverse looks whether windows overlap, which the trace answers as eager mode."""
     window = torch.hann_window(8)
     found = torch.stft(x.flatten().expand(2, -1), 8, 2, window=window, return_complex=True)
     gain = torch.view_as_real(found).permute(0, 3, 1, 2).tanh()

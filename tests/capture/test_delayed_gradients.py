@@ -153,9 +153,7 @@ def test_auto_schedule_replays_a_batch_at_which_it_would_choose_otherwise(
 
 
 class Wide(nn.Module):
-    """A linear layer that is called twice, convolutions, and a larger linear layer, whose gradient alone can be
-    delayed.
-    """
+    """A linear layer that is called twice, a convolution, and a larger linear layer, whose gradient can be delayed."""
 
     def __init__(self) -> None:
         super().__init__()

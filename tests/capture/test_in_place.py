@@ -250,9 +250,7 @@ def test_writes_into_parts_overwrite_what_they_write_into() -> None:
 
 
 def test_what_is_written_into_a_part_is_not_copied_with_its_gaps() -> None:
-    """In a tile of a buffer in the forward two wide tensors are made, the second in place, and three in
-    the backward.
-    """
+    """In a tile of a buffer in the forward two wide tensors are made, the second in place; in the backward three."""
     program = capture(Tiled().train(), (torch.randn(64, 8),)).program
     assert sum(value.bytes > 64 * 1020 * 4 for value in program.values) == 5
 

@@ -1,6 +1,4 @@
-"""Functions of ``torch.linalg`` that look at their results for errors: captured with the check, which runs once and in
-its place.
-"""
+"""Functions of ``torch.linalg`` that look for errors in their results: captured with a check, which runs once."""
 
 from __future__ import annotations
 

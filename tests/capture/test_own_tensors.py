@@ -1,6 +1,4 @@
-"""A forward may ask its parameters and buffers for their class, their attributes and who they are: it gets plain
-PyTorch's answers.
-"""
+"""A forward may ask its own tensors for their class, attributes and identity: it gets plain PyTorch's answers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Settings of PyTorch by which it chooses operators: a change between steps means another capture, never another
-result.
-"""
+"""Settings by which PyTorch chooses operators: a change between steps means another capture, never another result."""
 
 from __future__ import annotations
 

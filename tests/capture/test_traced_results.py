@@ -16,9 +16,7 @@ from monet_like.capture.lower.values import Values
 
 
 class _Layouts(nn.Module):
-    """A roll, whose result has its input's layout here and not in the trace, and so has what is made of it; and a
-    perceptron.
-    """
+    """A roll, whose result and what is made of it have the input's layout here and not in a trace; and a perceptron."""
 
     def __init__(self) -> None:
         super().__init__()

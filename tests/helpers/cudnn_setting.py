@@ -10,9 +10,7 @@ import torch
 
 @contextlib.contextmanager
 def cudnn_enabled(enabled: bool) -> Iterator[None]:
-    """`torch.backends.cudnn.flags` also reads the settings for TF32, which it refuses to do after the new ones were
-    used.
-    """
+    """`torch.backends.cudnn.flags` also reads the settings for TF32, and refuses to after the new ones were used."""
     before = torch.backends.cudnn.enabled
     torch.backends.cudnn.enabled = enabled
     try:

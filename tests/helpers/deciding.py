@@ -11,9 +11,7 @@ Forward = Callable[..., torch.Tensor]
 
 
 class Body(nn.Module):
-    """Layers with noise, running statistics and a buffer, and a function of them and of inputs that
-    decides by values.
-    """
+    """Layers with noise, running statistics and a buffer, and a function of them and inputs that decides by values."""
 
     def __init__(self, decide: Forward) -> None:
         super().__init__()

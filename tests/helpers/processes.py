@@ -47,9 +47,7 @@ def together(
 
 
 def fork_server(*_: object) -> multiprocessing.context.ForkServerContext:
-    """The context whose processes are forked from the server that has loaded PyTorch: in the place of one that starts
-    interpreters.
-    """
+    """The context whose processes are forked from a server that has loaded PyTorch, instead of interpreters."""
     _start_server()
     return mp.get_context("forkserver")  # type: ignore[no-any-return]
 
@@ -103,9 +101,7 @@ def _run_scripts(
 
 @functools.cache
 def _start_server() -> None:
-    """Start this process's fork server, which loads `LOADED`, and the package from this checkout whatever
-    is installed.
-    """
+    """Start this process's fork server, which loads `LOADED`, and this checkout's package whatever is installed."""
     paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     mp.get_context("forkserver").set_forkserver_preload(list(LOADED))
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(paths)):

@@ -15,9 +15,7 @@ MODE = "inplace_multiway_newnode"
 
 
 class Net(nn.Module):
-    """Residual blocks of batch norms of every kind: averaged plainly, untracked and without affine, flat with a frozen
-    weight.
-    """
+    """Residual blocks of batch norms of every kind: averaged plainly, untracked, flat with a frozen weight."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()

@@ -88,9 +88,7 @@ def convnext(batch: int = 4, size: int = 160) -> Built:
 
 
 def swin(batch: int = 4, size: int = 64) -> Built:
-    """Two stages of Swin Transformer, of half the width; the first has one block with shifted windows and
-    one without.
-    """
+    """Two stages of Swin Transformer, of half the width; of the first's two blocks one has shifted windows."""
     model = torchvision.models.SwinTransformer([4, 4], 48, [2, 1], [3, 6], [7, 7], stochastic_depth_prob=0.2)
     return model.train(), (image(batch, size),), {}
 
@@ -102,9 +100,7 @@ def unet(batch: int = 2, size: int = 64) -> Built:
 
 
 def narrow_vgg(batch: int = 6, size: int = 128) -> Built:
-    """VGG-11 of a quarter of the width, with a classifier of few weights: else no activations of a small batch outweigh
-    it.
-    """
+    """VGG-11 of a quarter of the width, with few weights in the classifier, which else outweighs activations."""
     layers = (16, "M", 32, "M", 64, 64, "M", 128, 128, "M", 128, 128, "M")
     model = torchvision.models.VGG(torchvision.models.vgg.make_layers(layers))
     for place, (wide, narrow) in {0: (128 * 49, 32), 3: (32, 32), 6: (32, 10)}.items():
@@ -190,9 +186,7 @@ class Tied(nn.Module):
 
 
 class _DecoderBlock(nn.Module):
-    """Gated feed-forward behind a norm, added to its input, as in Llama; ``spelled`` out as Hugging
-    Face's models do.
-    """
+    """Gated feed-forward behind a norm, added to its input, as in Llama; ``spelled`` out as Hugging Face does."""
 
     def __init__(self, width: int, *, spelled: bool) -> None:
         super().__init__()

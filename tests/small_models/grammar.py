@@ -42,9 +42,7 @@ class Value:
 
 
 class Arguments:
-    """Arguments by name; those that are not given are drawn, or take their default where there is nothing
-    to draw with.
-    """
+    """Arguments by name; those that are not given are drawn, or take their default where nothing draws."""
 
     def __init__(self, given: Mapping[str, Any], rng: Random | None = None) -> None:
         self.given, self.rng = given, rng

@@ -148,9 +148,7 @@ def class_holders(value: type, names: Set[str]) -> list[Holder]:
 
 
 def holders_of_tensor(tensor: torch.Tensor, names: Set[str]) -> list[Holder]:
-    """The attributes of a parameter or buffer, and of its class; none where those are PyTorch's own, or the tensors
-    that it consists of.
-    """
+    """The attributes of a parameter or buffer, and of its class; none of a fake one, or one that consists of others."""
     if isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor):
         return []
     return [Attributes(tensor, vars(tensor)), *class_holders(type(tensor), names)]

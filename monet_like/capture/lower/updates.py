@@ -58,9 +58,7 @@ def _counting_tasks(lowering: Values, value: int, buffer: int) -> list[Task]:
 
 
 def in_its_place(lowering: Values, result: Tensor) -> Tensor:
-    """A result without a gradient; one that is a changed buffer or input, or a view of it, is in its memory, as in
-    plain PyTorch.
-    """
+    """A result without a gradient; one that is a changed buffer or input, or a view of it, is in its memory."""
     resident = lowering.contents.get(result.value)
     if resident is None:
         return result

@@ -103,9 +103,7 @@ def observed() -> Iterator[None]:
 
 
 def is_observed() -> bool:
-    """Whether this thread is in `observed`, or PyTorch records what it runs: ``torch.export``, ``make_fx``,
-    ``torch.jit.trace``.
-    """
+    """Whether this thread is in `observed`, or PyTorch records: ``torch.export``, ``make_fx``, ``torch.jit.trace``."""
     return _observed.depth > 0 or torch.jit.is_tracing() or get_innermost_proxy_mode() is not None
 
 
