@@ -85,35 +85,6 @@ def _described(tensors: Any) -> tuple[Any, ...]:
     return tuple((t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors)
 
 
-class _Search:
-    """Looks for places where objects hold one of some tensors."""
-
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self.wanted = WeakTensorKeyDictionary()
-        for tensor in tensors:
-            self.wanted[tensor] = True
-        self.places: list[Place] = []
-        self.known: dict[int, bool] = {}  # whether a container, which is alive until the search ends, holds any
-
-    def within(self, container: Any, depth: int = _DEPTH, without: frozenset[str] = frozenset()) -> bool:
-        """Whether a container holds any, itself or in what it holds; the places are listed."""
-        if id(container) in self.known or not depth:
-            return self.known.get(id(container), False)
-        self.known[id(container)] = False
-        members = container.items() if isinstance(container, dict) else enumerate(container)
-        for key, member in list(members):
-            if key in without:
-                continue
-            inner = members_of(member)
-            holds = (
-                member in self.wanted if isinstance(member, torch.Tensor) else inner and self.within(inner, depth - 1)
-            )
-            if holds:
-                self.places.append((container, key, member))
-                self.known[id(container)] = True
-        return self.known[id(container)]
-
-
 def members_of(member: Any) -> Any:
     """The members of an object: itself if it is a dict, list or tuple, else its attributes; None for opaque objects."""
     if isinstance(member, dict | list | tuple):
@@ -126,14 +97,31 @@ def members_of(member: Any) -> Any:
 
 def _places(model: nn.Module, arguments: Iterable[Any], tensors: Iterable[torch.Tensor]) -> list[Place]:
     """Where attributes of the model's modules, and of other objects that it is given, hold one of ``tensors``."""
-    search = _Search(tensors)
+    wanted = WeakTensorKeyDictionary(dict.fromkeys(tensors, True))
+    places: list[Place] = []
+    known: dict[int, bool] = {}  # whether a container, which is alive until the search ends, holds any
+
+    def search(container: Any, depth: int = _DEPTH, without: frozenset[str] = frozenset()) -> bool:
+        """Whether a container holds any, itself or in what it holds; the places are listed."""
+        if id(container) in known or not depth:
+            return known.get(id(container), False)
+        known[id(container)] = False
+        members = container.items() if isinstance(container, dict) else enumerate(container)
+        for key, member in list(members):
+            if key in without:
+                continue
+            inner = members_of(member)
+            if member in wanted if isinstance(member, torch.Tensor) else inner and search(inner, depth - 1):
+                places.append((container, key, member))
+                known[id(container)] = True
+        return known[id(container)]
+
     for module in model.modules():
-        search.within(module.__dict__, without=_REGISTERED)
+        search(module.__dict__, without=_REGISTERED)
         for name, parameter in module._parameters.items():  # the scales of a quantised one
-            parts = getattr(parameter, "__dict__", {})
-            if search.within(parts):
-                search.places.append((module._parameters, name, parameter))
+            if search(getattr(parameter, "__dict__", {})):
+                places.append((module._parameters, name, parameter))
     for argument in arguments:
         if (inner := members_of(argument)) is not None:
-            search.within(inner)
-    return search.places
+            search(inner)
+    return places

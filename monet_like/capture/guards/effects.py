@@ -221,13 +221,12 @@ def _load(content: bytes, found: Callable[[int], Any]) -> Any:
     return loader.load()
 
 
-class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, number: Callable[[Any], int | None]) -> None:
-        super().__init__(file, protocol=5)
-        self._number = number
-
-    def persistent_id(self, value: Any) -> int | None:
-        return self._number(value)
+def _dump(content: Any, number: Callable[[Any], int | None]) -> bytes:
+    file = io.BytesIO()
+    dumper = pickle.Pickler(file, protocol=5)
+    dumper.persistent_id = number  # type: ignore[method-assign]
+    dumper.dump(content)
+    return file.getvalue()
 
 
 @dataclass(frozen=True)
@@ -364,19 +363,18 @@ def effects_of(
     Raises:
         CaptureError: a value that cannot be made again.
     """
-    numbers, file = _Numbers(before, given), io.BytesIO()
+    numbers = _Numbers(before, given)
     on_tensors = [("a tensor's " + ", ".join(content), [tensor, content]) for tensor, content in marked]
     for what, value in [*((", ".join(paths), content) for _, content, paths in sets), *on_tensors]:
         try:
-            tried, alone = io.BytesIO(), _Numbers(before, given)
-            _Pickler(tried, alone.number).dump(value)
-            _load(tried.getvalue(), alone.kept.__getitem__)
+            alone = _Numbers(before, given)
+            _load(_dump(value, alone.number), alone.kept.__getitem__)
         except Exception as error:  # whatever an object's own code for pickle raises
             why = error if isinstance(error, _CannotRepeat) else f"what cannot be copied ({error})"
             raise CaptureError(
                 f"{who} sets {what} to {why}, which a schedule cannot set again; return it, or set it outside the model"
             ) from error
-    _Pickler(file, numbers.number).dump(([content for _, content, _ in sets], [*marked]))
+    pickled = _dump(([content for _, content, _ in sets], [*marked]), numbers.number)
     at = tuple((place.key, tuple(content) if isinstance(content, dict) else ()) for place, content, _ in sets)
     among = before.among_arguments
     own = numbers.own or any(ref.kind == "same" and isinstance(ref.key, torch.Tensor) for ref in numbers.refs)
@@ -385,4 +383,4 @@ def effects_of(
     held = {place.key: place.holder for place in before.walks[0].places if place.key in keys}
     named = [(given.get(id(tensor), ("", "")), tuple(content)) for tensor, content in marked]
     marks = {key: names for (kind, key), names in named if kind in ("parameter", "buffer")}
-    return Effects(file.getvalue(), at, refs, tensors, marks, bool(keys & among), not own, held)
+    return Effects(pickled, at, refs, tensors, marks, bool(keys & among), not own, held)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ...errors import CaptureError
+from ..replaced import replaced
 from .code import TRACING, Untraced, calls_trace, importing, is_tracers, names_read, words
 from .effects import Assigned, Before, Effects, effects_of
 from .holders import ABSENT, Attributes, Entries, Gradient, Variables
@@ -86,16 +87,13 @@ class Recorder:
             self._walk.follow(argument, f"argument {position}")
         self._walk.run()
         self._tracer = sys.gettrace()
-        self._before = vars(nn.Module).get("__getattribute__")
-        nn.Module.__getattribute__ = self._patched()  # type: ignore[method-assign]
+        self._reading = replaced(nn.Module, __getattribute__=self._patched())
+        self._reading.__enter__()
         return self
 
     def __exit__(self, *_: Any) -> None:
         sys.settrace(self._tracer)
-        if self._before is None:
-            del nn.Module.__getattribute__
-        else:  # somebody's
-            nn.Module.__getattribute__ = self._before  # type: ignore[method-assign]
+        self._reading.__exit__(None, None, None)
         self._put_back()
 
     def found(self, used: Collection[Any], effects: Effects | None) -> tuple[Reads, Effects | None]:
@@ -263,7 +261,7 @@ class Recorder:
         return type(module).__name__ if name is None else f"self.{name}".rstrip(".")
 
     def _patched(self) -> Any:
-        own, known = self._before or object.__getattribute__, self._attributes_read
+        own, known = nn.Module.__getattribute__, self._attributes_read  # perhaps somebody's
         thread, mine = threading.get_ident, threading.get_ident()
 
         def read(module: Any, attribute: str) -> Any:

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,7 +73,7 @@ def trace_joint(
     mode = modes[0] if modes else fake_mode()
     try:
         with _tangents_in_rows() if row_major_gradients else contextlib.nullcontext():
-            return _traced_at_last(flat, tensors, mode, target, processes), mode
+            return _traced_at_last(flat, tensors, mode, partial(_export, flat, target, processes)), mode
     finally:
         flat.used.clear()
         if not modes:
@@ -80,17 +81,17 @@ def trace_joint(
 
 
 def _traced_at_last(
-    flat: FlatModule,
-    tensors: tuple[torch.Tensor, ...],
-    mode: FakeTensorMode,
-    target: absent_gpu.Absent | None,
-    processes: int | None,
+    flat: FlatModule, tensors: tuple[torch.Tensor, ...], mode: FakeTensorMode, export: Callable[..., fx.Graph]
 ) -> fx.Graph:
-    """The joint graph, traced once more where a trace shows what it should have begun with."""
+    """The joint graph, traced once more where a trace shows what it should have begun with.
+
+    Args:
+        export: `_export` of fake tensors.
+    """
     fakes = _fakes(tensors, mode, flat.is_one)
     while True:
         try:
-            return _traced(flat, fakes, target, processes)
+            return _traced(flat, partial(export, fakes))
         except InputRequires as asked:
             own = fakes[asked.position].detach().requires_grad_()
             fakes = (*fakes[: asked.position], own, *fakes[asked.position + 1 :])
@@ -120,20 +121,18 @@ def _fakes(
     return tuple(fakes)
 
 
-def _traced(
-    flat: FlatModule, fakes: tuple[torch.Tensor, ...], target: absent_gpu.Absent | None, processes: int | None
-) -> fx.Graph:
+def _traced(flat: FlatModule, export: Callable[..., fx.Graph]) -> fx.Graph:
     flat.before = dict((*flat.named_parameters(), *flat.named_buffers()))
     if flat.answers is None and flat.model in _asking and flat.has_values():
         flat.answers = flat.recorded_answers()
     if flat.answers is None:
         try:
-            return _export(flat, fakes, target, processes, asks=False)
+            return export(asks=False)
         except Exception as error:
             if not _asks(flat, error):
                 raise _refused(flat, error) from error
     try:
-        return _export(flat, fakes, target, processes, asks=True)
+        return export(asks=True)
     except Exception as error:
         raise _refused(flat, error) from error
 
@@ -177,9 +176,9 @@ def _refused(flat: FlatModule, error: Exception) -> CaptureError:
 
 def _export(
     flat: FlatModule,
-    fakes: tuple[torch.Tensor, ...],
     target: absent_gpu.Absent | None,
     processes: int | None,
+    fakes: tuple[torch.Tensor, ...],
     *,
     asks: bool,
 ) -> fx.Graph:

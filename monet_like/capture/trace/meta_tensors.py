@@ -49,20 +49,15 @@ def as_fakes(
     modes = [t.fake_mode for t in tensors_of((args, dict(kwargs))) if isinstance(t, FakeTensor)]
     mode = modes[0] if modes else fake_mode()
     known: dict[int, torch.Tensor] = {}
-    before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
-    for module in model.modules():
-        tensors: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for members in tensors:
-            for name, tensor in members.items():
-                if tensor is not None and tensor.is_meta:
-                    before.append((members, name, tensor))
-                    members[name] = known.setdefault(id(tensor), _fake(tensor, mode))
-    try:
-        given = map_tensors(lambda tensor: _of_mode(tensor, mode), (args, dict(kwargs)))
-        yield given
-    finally:
-        for members, name, tensor in before:
-            members[name] = tensor
+    with contextlib.ExitStack() as stack:
+        for module in model.modules():
+            tensors: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for members in tensors:
+                for name, tensor in members.items():
+                    if tensor is not None and tensor.is_meta:
+                        stack.callback(members.__setitem__, name, tensor)
+                        members[name] = known.setdefault(id(tensor), _fake(tensor, mode))
+        yield map_tensors(lambda tensor: _of_mode(tensor, mode), (args, dict(kwargs)))
 
 
 def _of_mode(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
