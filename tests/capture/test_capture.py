@@ -11,15 +11,13 @@ import pytest
 import torch
 import torchvision
 import zoo
-from replays import replayed, worst
+from replays import assert_exact
 from torch import nn
-from training import run, twin
 
 from monet_like.capture.captured import TensorMeta, fake_mode
 from monet_like.capture.lower.step import capture
 from monet_like.errors import CaptureError
 from monet_like.ir.units import GIB, MIB
-from monet_like.plan import store_all
 from monet_like.profile.measure import allocated_peak
 from monet_like.replay.verify.steps import resident_bytes
 from monet_like.variants import admitted
@@ -193,8 +191,7 @@ def test_numbers_made_into_tensors_are_literals() -> None:
     captured = admitted(capture(*example), "normal")
     operators = {call.op for task in captured.program.tasks for call in task.calls}
     assert {"aten.fill.Scalar", "aten.full.default"} <= operators and "aten.lift_fresh_copy.default" not in operators
-    outcome = replayed(example, captured, store_all(captured.program), "normal", measured=False)
-    assert worst(run(twin(example[0]), *example[1:]), outcome) == 0.0
+    assert_exact(example, "normal")
     example[0].table = [1.0, 2.0, 3.0, 4.0]
     assert len(capture(*example).constants.tensors) == 1
 
@@ -211,8 +208,7 @@ def test_reshapes_are_views() -> None:
     captured = admitted(capture(*example), "normal")
     operators = {call.op for task in captured.every_task() for call in task.calls}
     assert "aten.view.default" in operators and "aten._unsafe_view.default" not in operators
-    outcome = replayed(example, captured, store_all(captured.program), "normal")
-    assert worst(run(twin(example[0]), *example[1:]), outcome) == 0.0
+    assert_exact(example, "normal")
 
 
 def test_no_tensor_out_and_opaque_results_are_refused() -> None:

@@ -10,13 +10,16 @@ from training import Outcome, run, tensors, twin
 
 from monet_like.capture.captured import Captured
 from monet_like.capture.example_inputs import input_spec
+from monet_like.capture.lower.step import capture
 from monet_like.capture.precision import weights_layout
 from monet_like.compiler.costs import measured_costs
 from monet_like.compiler.request import Request
 from monet_like.ir.program import Cost
 from monet_like.ir.schedule import Schedule
 from monet_like.ir.schedule_file import ScheduleRecord
+from monet_like.plan.random_schedules import random_schedule
 from monet_like.replay.wrapper import ScheduleWrapper
+from monet_like.variants import admitted
 
 FULL = "inplace_conv_multiway_newnode"
 CPU = torch.device("cpu")
@@ -64,3 +67,13 @@ def replayed(
 def worst(plain: Outcome, other: Outcome) -> float:
     assert other.structure is plain.structure
     return max(plain.differences(other).values())
+
+
+def assert_exact(example: zoo.Built, *modes: str) -> None:
+    """Assert that steps that keep everything, or next to nothing, are plain PyTorch's to the bit."""
+    plain, raw = run(twin(example[0]), *example[1:]), capture(*example)
+    for mode in modes:
+        captured = admitted(raw, mode)
+        for seed, drop in enumerate((0.0, 0.9)):
+            schedule = random_schedule(captured.program, seed, drop=drop)
+            assert worst(plain, replayed(example, captured, schedule, mode, measured=False)) == 0.0, (mode, drop)
