@@ -80,6 +80,22 @@ def held(make: Callable[[], Any]) -> Callable[[], Any]:
     return made
 
 
+def doing(make: Callable[[], Any], forward: Callable[..., Any], *, trained: bool = True) -> Callable[[], Any]:
+    """A net with another forward.
+
+    Args:
+        trained: whether its first weight is.
+    """
+
+    def made() -> Any:
+        net = make()
+        net.layers[0].weight.requires_grad_(trained)
+        net.function = forward
+        return net
+
+    return made
+
+
 def times(factor: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     return lambda net, layer, x: F.linear(x, layer.weight * factor(net, layer.weight), layer.bias)
 
@@ -109,14 +125,8 @@ PROGRAMS: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_parameters_are_what_they_are_in_plain_pytorch(name: str) -> None:
-    make, forward = PROGRAMS[name]
-
-    def made() -> Any:
-        net = make()
-        net.function = forward
-        return net
-
-    assert_as_plain(made, lambda called, model, note: [note(step(called, rows())) for _ in range(2)], captures=1)
+    script = lambda called, model, note: [note(step(called, rows())) for _ in range(2)]  # noqa: E731
+    assert_as_plain(doing(*PROGRAMS[name]), script, captures=1)
 
 
 def test_one_parameter_with_two_names_is_one() -> None:
@@ -159,17 +169,11 @@ def test_a_frozen_parameter_in_another_object_is_no_other_parameter() -> None:
         layer.weight.tag = own.tag
         return layer(x) * own.tag
 
-    def make() -> Any:
-        net = SCALED()
-        net.layers[0].weight.requires_grad_(False)
-        net.function = forward
-        return net
-
     def script(called: Any, model: Any, note: Any) -> None:
         for _ in range(2):
             note(step(called, rows()), model.layers[0].weight.tag)
 
-    assert_as_plain(make, script, captures=1)
+    assert_as_plain(doing(SCALED, forward, trained=False), script, captures=1)
 
 
 def test_attributes_of_another_object_in_the_place_of_a_parameter_are_set() -> None:
@@ -178,16 +182,10 @@ def test_attributes_of_another_object_in_the_place_of_a_parameter_are_set() -> N
         layer.weight.last = len(x)
         return layer(x)
 
-    def make() -> Any:
-        net = SCALED()
-        net.layers[0].weight.requires_grad_(False)
-        net.function = forward
-        return net
-
     def script(called: Any, model: Any, note: Any) -> None:
         note(step(called, rows()), model.layers[0].weight.last, hasattr(model.layers[0].weight, "tag"))
 
-    assert_as_plain(make, script, captures=1)
+    assert_as_plain(doing(SCALED, forward, trained=False), script, captures=1)
 
 
 def test_a_class_that_results_would_have_is_refused() -> None:
@@ -203,18 +201,12 @@ def test_another_parameter_is_refused(trained: bool) -> None:
         layer.weight = Scaled(layer.weight.data) if trained else Scaled(layer.weight.data * 2, requires_grad=False)
         return layer(x)
 
-    net = SCALED()
-    net.layers[0].weight.requires_grad_(trained)
-    net.function = forward
     with pytest.raises(CaptureError, match=r"forward assigns layers\.0\.weight, and a schedule cannot"):
-        AnySchedule(net)(rows())
+        AnySchedule(doing(SCALED, forward, trained=trained)())(rows())
 
 
 def test_a_parameter_that_a_trace_does_not_see_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(held_tensors, "_UNSEEN", ())
-    net = PLAIN()
-    net.function = lambda net, layer, x: scripted(x, layer.weight)
-    with pytest.raises(
-        CaptureError, match=r"a tensor that requires a gradient, .* given to code that a trace does not"
-    ):
+    net = doing(PLAIN, lambda net, layer, x: scripted(x, layer.weight))()
+    with pytest.raises(CaptureError, match=r"tensor that requires a gradient, .* given to code that a trace does not"):
         AnySchedule(net)(rows())
