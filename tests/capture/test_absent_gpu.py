@@ -258,15 +258,11 @@ def test_what_a_gpu_does_by_operators_that_no_trace_knows_is_refused() -> None:
     assert absent(Called(lambda x: _sampled(x, align_corners=False)), x).outputs
     with cudnn_enabled(False):
         assert absent(Called(lambda x: _sampled(x, align_corners=True)), x).outputs
-    with pytest.raises(
-        CaptureError, match="samples this grid by cuDNN, in an operator that no trace knows; call grid_sample"
-    ):
+    with pytest.raises(CaptureError, match=r"samples this grid by cuDNN, .* no trace knows; call grid_sample"):
         absent(Called(lambda x: _sampled(x, align_corners=True)), x)
     targets = torch.ones(2, 1, dtype=torch.long)
     loss = Called(lambda x: nn.functional.ctc_loss(x.view(4, 2, 4).log_softmax(-1), targets, [4, 4], [1, 1]))
-    with pytest.raises(
-        CaptureError, match="asks cuDNN whether it computes a CTC loss, which no trace can; compute the loss"
-    ):
+    with pytest.raises(CaptureError, match=r"asks cuDNN whether it computes a CTC loss, .*; compute the loss"):
         absent(loss, x)
 
 

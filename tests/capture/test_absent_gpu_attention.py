@@ -79,9 +79,7 @@ def test_a_kind_is_taken_by_name() -> None:
     for name in ("flash", "cudnn"):
         assert operators(grouped(attention=name)) == {name}
     assert operators(grouped(attention="math", capability=(9, 0))) == set()
-    with pytest.raises(
-        CaptureError, match=r"^flash attention does not take these arguments on the GPU: float32 \[2, 4"
-    ):
+    with pytest.raises(CaptureError, match=r"^flash attention does not take these arguments .*: float32 \[2, 4"):
         capture(Grouped(), (torch.randn(2, 32, 64),), target=CUDA, attention="flash")
 
 
@@ -122,7 +120,5 @@ def test_a_schedule_pins_the_attention_it_was_planned_with(tmp_path: Path) -> No
     assert all(map(torch.equal, found_gradients, (p.grad for p in model.parameters())))
     other = tmp_path / "other.pkl"
     ScheduleRecord(**{**vars(record), "attention": "paged"}).save(other)
-    with pytest.raises(
-        ScheduleFileError, match="the schedule's attention is 'paged', which this version does not know"
-    ):
+    with pytest.raises(ScheduleFileError, match="attention is 'paged', which this version does not know"):
         ScheduleWrapper(nn.Sequential(), other)

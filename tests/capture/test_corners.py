@@ -158,9 +158,7 @@ def test_a_result_that_has_no_gradient_in_plain_pytorch_either_is_named() -> Non
         return y + 1, logged.relu_()
 
     run(Net(lambda *a: forward(*a)[0], linear()), (rows(),), {})
-    with pytest.raises(
-        CaptureError, match=r"overwrites in place what the gradient of one of its results reads.*detach"
-    ):
+    with pytest.raises(CaptureError, match=r"overwrites in place what the gradient of one .* results reads.*detach"):
         capture(Net(forward, linear()), (rows(),))
 
 
@@ -372,9 +370,7 @@ def test_buffers_that_checkpointing_would_change_again_are_refused(training: boo
     if not training:
         capture(model, (x,))
         return
-    with pytest.raises(
-        CaptureError, match=r"under torch.utils.checkpoint changes layers\.1\.\w+; plain PyTorch changes it once more"
-    ):
+    with pytest.raises(CaptureError, match=r"checkpoint changes layers\.1\.\w+; plain PyTorch changes it once more"):
         capture(model, (x,))
     assert model.layers[1].num_batches_tracked == 0  # type: ignore[union-attr]
 

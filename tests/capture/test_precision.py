@@ -105,19 +105,13 @@ def test_channels_last_is_replayed_to_the_bit_and_stays() -> None:
 def test_what_a_schedule_was_not_solved_for_is_refused() -> None:
     model, (x,) = pictures()
     wrapped = ScheduleWrapper(model, record_of(model, (x,)))
-    with (
-        autocast_as("bfloat16", CPU),
-        pytest.raises(
-            ScheduleFileError, match="solved without autocast, the model was called under autocast to bfloat16"
-        ),
-    ):
+    said = "solved without autocast, the model was called under autocast to bfloat16"
+    with autocast_as("bfloat16", CPU), pytest.raises(ScheduleFileError, match=said):
         wrapped(x)
     with pytest.raises(ScheduleFileError, match=r"called with float32\[4, 3, 16, 16\] channels_last"):
         wrapped(x.to(memory_format=torch.channels_last))
     model.to(memory_format=torch.channels_last)
-    with pytest.raises(
-        ScheduleFileError, match="weights in the default layout, the model was called with weights in channels_last"
-    ):
+    with pytest.raises(ScheduleFileError, match=r"in the default layout, .* called with weights in channels_last"):
         ScheduleWrapper(model, wrapped.record)
     half = record_of(*pictures(), autocast="bfloat16")
     fresh, _ = pictures()

@@ -280,9 +280,7 @@ def test_what_cannot_be_captured_is_named(name: str, change: Callable[[Any], Non
 
 def test_int8_layers_are_planned_where_they_train() -> None:
     net, (x,), _ = example("int8")
-    with pytest.raises(
-        CaptureError, match=r"1.base is a Linear8bitLt, .* on a cuda device in another way .* Linear4bit"
-    ):
+    with pytest.raises(CaptureError, match=r"1.base is a Linear8bitLt, .* on a cuda device in another .* Linear4bit"):
         capture(net, (x,), target=torch.device("cuda", 0))
 
 
@@ -361,9 +359,7 @@ def test_what_custom_functions_set_in_their_objects_is_set_again() -> None:
     for number in range(2):
         assert worst(step(plain, x + number), step(wrapper, x + number)) == 0.0
         assert torch.equal(net.state.seen, plain.state.seen)
-    with pytest.raises(
-        CaptureError, match=r"function of Scaling sets Scales.seen in the backward, and a schedule would not"
-    ):
+    with pytest.raises(CaptureError, match=r"function of Scaling sets Scales.seen in the backward, and a schedule"):
         capture(Scaling("backward"), (torch.randn(4, 8),))
 
 

@@ -380,9 +380,7 @@ def scale_through(wrapped: ScheduleWrapper, scales: list[int]) -> None:
 def test_values_that_come_again_are_captured_once_and_the_oldest_are_dropped() -> None:
     model = Reader(lambda net, y: y * net.scale, scale=0.0)
     wrapped = scheduled(model)
-    with pytest.warns(
-        UserWarning, match=r"16 different calls \(the last time, self.scale was 14.0, is 15.0\), which takes"
-    ):
+    with pytest.warns(UserWarning, match=r"16 different calls \(the last time, self.scale was 14.0, is 15.0\)"):
         scale_through(wrapped, [*range(KEPT_STEPS + 4), *range(KEPT_STEPS, KEPT_STEPS + 4)])
     assert captures(wrapped) == KEPT_STEPS
 
@@ -403,9 +401,7 @@ def test_a_change_that_needs_another_plan_is_named() -> None:
     model.config.act = torch.sigmoid
     with pytest.warns(UserWarning, match=r"planning Reader anew: self\.config\.act was a builtin.*, is a builtin"):
         wrapped(rows())
-    with pytest.raises(
-        ScheduleFileError, match=r"does not match the model.*; since the last step, self\.config\.act was"
-    ):
+    with pytest.raises(ScheduleFileError, match=r"does not match .*; since the last step, self\.config\.act was"):
         fixed(rows())
 
 
@@ -437,9 +433,7 @@ def test_how_long_a_list_is_that_a_hook_reads_may_not_change_before_the_backward
     model = Reader(hooked(lambda net: lambda g: g * len(net.items)), items=[1])
     result = AnySchedule(model)(rows())
     model.items.append(2)
-    with pytest.raises(
-        UsageError, match=r"len\(self\.items\) was 1, is 2: this was set between a forward and its backward"
-    ):
+    with pytest.raises(UsageError, match=r"len\(self\.items\) was 1, is 2: this was set between a forward and"):
         result.sum().backward()
 
 
