@@ -126,16 +126,6 @@ class InChunks(torch.autograd.Function):
         return ctx.saved_tensors[0] * tangent, None
 
 
-class Chunked(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 1024)
-        self.register_buffer("weight", torch.randn(1024, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return InChunks.apply(self.layer(x), self.weight)
-
-
 class InATile(torch.autograd.Function):
     """A loss that computes in a part of a wide buffer, in the backward as well."""
 
@@ -155,14 +145,24 @@ class InATile(torch.autograd.Function):
         return tile @ weight.t(), None
 
 
-class Tiled(nn.Module):
-    def __init__(self) -> None:
+class Lossy(nn.Module):
+    """A layer, and a loss of what it makes and of a buffer."""
+
+    def __init__(self, loss: type[torch.autograd.Function], width: int, scale: float) -> None:
         super().__init__()
-        self.layer = nn.Linear(8, 8)
-        self.register_buffer("weight", torch.randn(8, 4) / 4)
+        self.layer, self.loss = nn.Linear(8, width), loss
+        self.register_buffer("weight", torch.randn(width, 4) * scale)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return InATile.apply(self.layer(x), self.weight)
+        return self.loss.apply(self.layer(x), self.weight)
+
+
+def chunked() -> nn.Module:
+    return Lossy(InChunks, 1024, 1.0)
+
+
+def tiled() -> nn.Module:
+    return Lossy(InATile, 8, 0.25)
 
 
 class Rows(nn.Module):
@@ -231,7 +231,7 @@ class Masked(nn.Module):
         return (y * mask[:, :8]).mean()
 
 
-@pytest.mark.parametrize("make", [Chunked, Tiled, AddsUp, Masked])
+@pytest.mark.parametrize("make", [chunked, tiled, AddsUp, Masked])
 def test_writes_in_place_copy_nothing(make: Callable[[], nn.Module]) -> None:
     """Neither in plain PyTorch's program nor in a plan, up to what is written into a part of a tensor."""
     model, x = make().train(), torch.randn(256, 8)
@@ -244,18 +244,18 @@ def test_writes_in_place_copy_nothing(make: Callable[[], nn.Module]) -> None:
 
 
 def test_writes_into_parts_overwrite_what_they_write_into() -> None:
-    scatters = [task for task in changed(capture(Chunked(), (torch.randn(256, 8),))) if "slice_scatter" in task.name]
+    scatters = [task for task in changed(capture(chunked(), (torch.randn(256, 8),))) if "slice_scatter" in task.name]
     assert len(scatters) == 16
     assert all(task.overwrites is not None for task in scatters)
 
 
 def test_what_is_written_into_a_part_is_not_copied_with_its_gaps() -> None:
     """In a tile of a buffer in the forward two wide tensors are made, the second in place; in the backward three."""
-    program = capture(Tiled().train(), (torch.randn(64, 8),)).program
+    program = capture(tiled().train(), (torch.randn(64, 8),)).program
     assert sum(value.bytes > 64 * 1020 * 4 for value in program.values) == 5
 
 
-@pytest.mark.parametrize("model", [Chunked(), Tiled(), Rows(), AddsUp(), Masked()])
+@pytest.mark.parametrize("model", [chunked(), tiled(), Rows(), AddsUp(), Masked()])
 def test_writes_into_parts_are_exact(model: nn.Module) -> None:
     check = check_variant("in_place", model.train(), torch.randn(64, 8))
     assert check.judgement == "exact"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 from unittest import mock
 
@@ -10,7 +11,6 @@ import torch
 from torch import fx, nn
 from zoo import MODELS
 
-from monet_like.capture.captured import Captured
 from monet_like.capture.lower.step import capture
 from monet_like.capture.lower.values import Values
 
@@ -28,15 +28,7 @@ class _Layouts(nn.Module):
         return self.mixed(torch.cat([y, y.flip(1)], 1)), others
 
 
-def _parts(captured: Captured) -> tuple[Any, ...]:
-    return (
-        captured.program,
-        captured.metas,
-        captured.as_called,
-        captured.outputs,
-        captured.parameter_gradients,
-        captured.layers,
-    )
+_parts = attrgetter("program", "metas", "as_called", "outputs", "parameter_gradients", "layers")
 
 
 @pytest.mark.parametrize(

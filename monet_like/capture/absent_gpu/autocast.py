@@ -13,6 +13,7 @@ import torch.utils._pytree as pytree
 from torch.amp import autocast_mode
 
 from ...errors import CaptureError
+from ...runtime.operators import overload
 from ..replaced import replaced
 
 _CPU, _CUDA = "AutocastCPU", "AutocastCUDA"
@@ -78,15 +79,10 @@ def cuda_autocast() -> Iterator[None]:
         library._destroy()
 
 
-def _overload(name: str) -> torch._ops.OpOverload:
-    packet, _, overload = name.partition(".")
-    found: torch._ops.OpOverload = getattr(getattr(torch.ops.aten, packet), overload or "default")
-    return found
-
-
 def _kernel(name: str, policy: str) -> Callable[..., Any]:
     """The autocast kernel of an operator with this policy, as ``WrapFunction`` in autocast_mode.h makes it."""
-    op = _overload(_WITH_DTYPE.get(name, name))
+    called = _WITH_DTYPE.get(name, name)
+    op = overload(f"aten.{called}" if "." in called else f"aten.{called}.default")
     declared = [argument.name for argument in op._schema.arguments]
 
     def kernel(*args: Any, **kwargs: Any) -> Any:

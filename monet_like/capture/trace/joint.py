@@ -62,9 +62,7 @@ def trace_joint(
     """The joint graph of ``flat(*tensors)``, and the mode its fake tensors belong to.
 
     Args:
-        target: a device that need not be present: PyTorch's choices by device are made as for it.
-        processes: number of processes that share SyncBatchNorm's statistics; None: those of its process group.
-        row_major_gradients: incoming gradients have row-major layout, not the results'.
+        target, processes, row_major_gradients: as of `capture`; PyTorch's choices by device are those for the target.
 
     Raises:
         CaptureError: the step cannot be traced; the message names the operator or the line.
