@@ -297,9 +297,7 @@ def test_a_call_that_settles_layers_is_enough() -> None:
 def test_layers_settle_before_the_first_capture(name: str) -> None:
     """So a model that has never been called is captured once, as it is for all later steps."""
     net, (x,), _ = example(name)
-    captured = admitted(capture(twin(net), (x,)), "normal")
-    schedule = random_schedule(captured.program, 0, drop=0.5, others=0.0)
-    wrapper = ScheduleWrapper(net, record_for(captured, schedule, "normal", (net, (x,), {})), example=((x,), {}))
+    wrapper = planned(net, x, capture(twin(net), (x,)))
     assert worst(step(net, x), step(wrapper, x)) == 0.0
     assert len(wrapper._kept) == 1
 

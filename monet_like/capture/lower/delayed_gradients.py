@@ -25,7 +25,7 @@ def find_delayed_gradients(program: Program, candidates: Collection[int]) -> tup
         candidates: slots that write a gradient of a parameter, which no other slot reads.
     """
     slots = [ways[0] for ways in program.slots]
-    made = _backward_bytes(program, slots)
+    made = [sum(program.values[v].bytes for v in slot.writes) for slot in slots]
     delayed: list[int] = []
     least = _least_bytes(program, slots)
     for slot in sorted(candidates, key=lambda i: -made[i]):
@@ -44,10 +44,6 @@ def delay(slots: Sequence[Task], delayed: Collection[int]) -> list[Task]:
     """``slots`` with those at the positions ``delayed`` delayed to the end, in their order."""
     last = frozenset(delayed)
     return [s for i, s in enumerate(slots) if i not in last] + [slots[i] for i in sorted(last)]
-
-
-def _backward_bytes(program: Program, slots: Sequence[Task]) -> list[int]:
-    return [sum(program.values[v].bytes for v in slot.writes) for slot in slots]
 
 
 def _held_bytes(program: Program, slots: Sequence[Task], slot: int) -> int:
