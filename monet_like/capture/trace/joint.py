@@ -341,12 +341,6 @@ def _checked_matrices() -> Iterator[None]:
 @contextlib.contextmanager
 def _unvalidated() -> Iterator[None]:
     """Switch off what only raises errors for some values: distributions' validation, and PyTorch's checks."""
-
-    def unchecked(*_: Any, **__: Any) -> None:
-        pass
-
-    with (
-        replaced(torch.distributions.Distribution, _validate_args=False),
-        replaced(torch, _check_tensor_all=unchecked, _check_tensor_all_with=unchecked),
-    ):
+    checks = dict.fromkeys(("_check_tensor_all", "_check_tensor_all_with"), lambda *_, **__: None)
+    with replaced(torch.distributions.Distribution, _validate_args=False), replaced(torch, **checks):
         yield
