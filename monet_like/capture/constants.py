@@ -110,8 +110,11 @@ def _places(model: nn.Module, arguments: Iterable[Any], tensors: Iterable[torch.
         for key, member in list(members):
             if key in without:
                 continue
-            inner = members_of(member)
-            if member in wanted if isinstance(member, torch.Tensor) else inner and search(inner, depth - 1):
+            if isinstance(member, torch.Tensor):
+                holds = member in wanted
+            else:
+                holds = bool(inner := members_of(member)) and search(inner, depth - 1)
+            if holds:
                 places.append((container, key, member))
                 known[id(container)] = True
         return known[id(container)]
@@ -119,7 +122,7 @@ def _places(model: nn.Module, arguments: Iterable[Any], tensors: Iterable[torch.
     for module in model.modules():
         search(module.__dict__, without=_REGISTERED)
         for name, parameter in module._parameters.items():  # the scales of a quantised one
-            if search(getattr(parameter, "__dict__", {})):
+            if parameter is not None and search(vars(parameter)):
                 places.append((module._parameters, name, parameter))
     for argument in arguments:
         if (inner := members_of(argument)) is not None:
