@@ -50,8 +50,8 @@ class LlamaLayer(nn.Module):
         self.heads, self.groups, self.size = heads, groups, width // heads
         self.q, self.o = make(width, width), make(width, width)
         self.k, self.v = make(width, groups * self.size), make(width, groups * self.size)
-        self.gate, self.up, self.down = make(width, 7 * width // 2), make(width, 7 * width // 2), make(7 * width // 2,
-            width)  # fmt: skip
+        hidden = 7 * width // 2
+        self.gate, self.up, self.down = make(width, hidden), make(width, hidden), make(hidden, width)
         self.first, self.second = RMSNorm(width), RMSNorm(width)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

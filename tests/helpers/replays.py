@@ -32,8 +32,7 @@ def record_for(captured: Captured, schedule: Schedule, mode: str, example: zoo.B
     model, args, kwargs = example
     return ScheduleRecord(
         schedule, "test", tuple(map(input_spec, tensors((args, kwargs)))), mode, 1, captured.program.fingerprint,
-        "cpu", {},
-        0, 0.0, 0, 0.0, "none", "made", layout=weights_layout(model),
+        "cpu", {}, 0, 0.0, 0, 0.0, "none", "made", layout=weights_layout(model),
     )  # fmt: skip
 
 

@@ -23,12 +23,8 @@ Built = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 
 def image(batch: int, size: int, *, requires_grad: bool = False) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(3)
-    return (
-        torch.randn(batch, 3, size, size, generator=generator)
-        .to(torch.get_default_dtype())
-        .requires_grad_(requires_grad)
-    )
+    made = torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(3))
+    return made.to(torch.get_default_dtype()).requires_grad_(requires_grad)
 
 
 def _vision(name: str, batch: int, size: int, **options: Any) -> Callable[[], Built]:

@@ -15,8 +15,7 @@ MODES = ("normal", "inplace_multiway_newnode", "inplace_conv_multiway_newnode")
 #: What a trainer does around the model; `judging.train` says how.
 BEHAVIOURS = (
     *["ordinary"] * 6, "accumulate", "optimizer_in_backward", "two_forwards", "two_backwards", "retain_graph",
-    "eval_between",
-    "deepcopy", "fewer_samples", "autograd_grad",
+    "eval_between", "deepcopy", "fewer_samples", "autograd_grad",
 )  # fmt: skip
 
 

@@ -537,26 +537,19 @@ def pad(a: Arguments, x: Value) -> Text:
 VIEWS = (
     "{x}.transpose(0, -1)", "{x}.transpose(1, -1)", "{x}.permute({reverse})", "{x}.flatten(1)", "{x}.reshape({n}, -1)",
     "{x}.unsqueeze(1)", "{x}.unsqueeze(-1)", "{x}.squeeze()", "{x}.squeeze(1)", "{x}.squeeze(-1)", "{x}[..., ::2]",
-    "{x}[1:]",
-    "{x}[:, :1]", "{x}[:, -1]", "{x}[..., 0]", "{x}[:1]", "{x}.narrow(0, 0, 1)", "{x}.select(1, 0)",
+    "{x}[1:]", "{x}[:, :1]", "{x}[:, -1]", "{x}[..., 0]", "{x}[:1]", "{x}.narrow(0, 0, 1)", "{x}.select(1, 0)",
     "{x}.unsqueeze(1).expand(-1, 2, {ones})", "{x}[:1].expand_as({x})", "{x}.movedim(0, -1)",
-    "{x}.diagonal(dim1=0, dim2=-1)",
-    "{x}.unfold(-1, 1, 1)", "{x}.view(-1)", "{x}.view({n}, 1, -1)", "{x}.mT", "{x}.expand({n}, {ones})",
-    "{x}.view_as({x})",
-    "{x}.contiguous()", "{x}.as_strided([2], [1])", "{x}.T", "{x}.flatten(0, 1)", "{x}.unflatten(-1, (-1, 1))",
-    "{x}[None]",
-    "{x}.swapaxes(0, 1)", "{x}[..., None, :]", "{x}.real", "{x}.squeeze().unsqueeze(0)",
-    "{x}.broadcast_to([2, {shape}])",
+    "{x}.diagonal(dim1=0, dim2=-1)", "{x}.unfold(-1, 1, 1)", "{x}.view(-1)", "{x}.view({n}, 1, -1)", "{x}.mT",
+    "{x}.expand({n}, {ones})", "{x}.view_as({x})", "{x}.contiguous()", "{x}.as_strided([2], [1])", "{x}.T",
+    "{x}.flatten(0, 1)", "{x}.unflatten(-1, (-1, 1))", "{x}[None]", "{x}.swapaxes(0, 1)", "{x}[..., None, :]",
+    "{x}.real", "{x}.squeeze().unsqueeze(0)", "{x}.broadcast_to([2, {shape}])",
 )  # fmt: skip
 COPIES = (
     "{x}.clone()", "{x}.repeat(2, {ones})", "{x}.repeat_interleave(2, 0)", "{x}.flip(-1)", "{x}.roll(1, 0)",
-    "{x}[[0, 0]]",
-    "{x}.index_select(0, torch.arange({n}))", "{x}[torch.arange({n}) % 2]", "{x}.tril()", "{x}.triu(1)",
-    "{x}.rot90(1, [0, 1])",
-    "{x}.contiguous(memory_format=torch.channels_last)", "{x}.to(memory_format=torch.channels_last)",
-    "{x}.transpose(0, 1).contiguous()",
-    "{x}.gather(-1, {x}.argsort(-1))", "{x}.take_along_dim({x}.argmax(-1, keepdim=True), -1)",
-    "{x}.bfloat16().float()", "{x}.double().float()",
+    "{x}[[0, 0]]", "{x}.index_select(0, torch.arange({n}))", "{x}[torch.arange({n}) % 2]", "{x}.tril()", "{x}.triu(1)",
+    "{x}.rot90(1, [0, 1])", "{x}.contiguous(memory_format=torch.channels_last)",
+    "{x}.to(memory_format=torch.channels_last)", "{x}.transpose(0, 1).contiguous()", "{x}.gather(-1, {x}.argsort(-1))",
+    "{x}.take_along_dim({x}.argmax(-1, keepdim=True), -1)", "{x}.bfloat16().float()", "{x}.double().float()",
     "{x}.masked_fill({x} > 0.5, 0.25)", "torch.where({x} > 0, {x}, 0.1 * {x})", "{x}[{x}.argmax(0)[0].flatten()[:1]]",
     "{x}.take(torch.tensor([0]))", "{x}.new_zeros(2, 2) + {x}.mean()", "{x}.detach() + 0.5 * {x}", "{x} * {x}.detach()",
 )  # fmt: skip
@@ -590,8 +583,7 @@ def parts_(a: Arguments, x: Value) -> Text:
     rest = x.shape[dim] - 1
     options = (
         f"{x}.chunk(2, {dim})[:2]", f"{x}.split([1, {rest}], {dim})", f"{x}.unbind({dim})[:2]",
-        f"{x}.tensor_split(2, {dim})",
-        f"{x}.unbind({dim})[-2:]", f"{x}.split(1, {dim})[:2]",
+        f"{x}.tensor_split(2, {dim})", f"{x}.unbind({dim})[-2:]", f"{x}.split(1, {dim})[:2]",
     )  # fmt: skip
     return Text((f"{{out}}a, {{out}}b = {options[a.pick('how', *range(len(options)))]}",), outs=("a", "b"))
 
@@ -615,13 +607,11 @@ def binary(a: Arguments, x: Value, y: Value) -> Text:
     need(x.is_float and y.is_float)
     options = (
         "{x} + {y}", "{x} * {y}", "{x} - {y}", "{x} / ({y}.abs() + 1)", "torch.maximum({x}, {y})",
-        "torch.minimum({x}, {y})",
-        "torch.add({x}, {y}, alpha=0.5)", "torch.lerp({x}, {y}, 0.3)", "{x} + {y}", "{x} * {y}.sigmoid()",
-        "torch.where({x} > {y}, {x}, {y})",
-        "torch.atan2({x}, {y} + 2)", "torch.addcdiv({x}, {x}, {y}.abs() + 1)",
-        "F.smooth_l1_loss({x}, {y}, reduction='none')", "F.mse_loss({x}, {y})",
-        "torch.logaddexp({x}, {y})", "torch.hypot({x}, {y} + 1)", "torch.cosine_similarity({x}, {y}, -1)",
-        "torch.cdist({x}, {y})",
+        "torch.minimum({x}, {y})", "torch.add({x}, {y}, alpha=0.5)", "torch.lerp({x}, {y}, 0.3)", "{x} + {y}",
+        "{x} * {y}.sigmoid()", "torch.where({x} > {y}, {x}, {y})", "torch.atan2({x}, {y} + 2)",
+        "torch.addcdiv({x}, {x}, {y}.abs() + 1)", "F.smooth_l1_loss({x}, {y}, reduction='none')",
+        "F.mse_loss({x}, {y})", "torch.logaddexp({x}, {y})", "torch.hypot({x}, {y} + 1)",
+        "torch.cosine_similarity({x}, {y}, -1)", "torch.cdist({x}, {y})",
     )  # fmt: skip
     return line(a.pick("expression", *options).format(x=x, y=y))
 
@@ -639,25 +629,20 @@ def product(a: Arguments, x: Value, y: Value) -> Text:
 
 UNARY = (
     "2 * {x}", "{x} + 1", "{x}.exp()", "{x}.abs()", "{x}.square()", "({x}.abs() + 0.1).sqrt()", "{x}.sin()",
-    "({x}.abs() + 1).log()",
-    "{x} ** 3", "{x}.clamp(-0.5, 0.5)", "{x}.clamp(min=0)", "({x}.abs() + 1).rsqrt()", "-{x}", "1 / (1 + {x}.exp())",
-    "{x}.sign() * {x}", "{x}.round() + {x}",
-    "{x}.cumsum(-1)", "{x}.cumprod(1)", "{x}.erf()", "{x}.expm1()", "{x}.sort(-1)[0]", "{x}.softmax(1)",
-    "{x} - {x}.mean(1, keepdim=True)",
+    "({x}.abs() + 1).log()", "{x} ** 3", "{x}.clamp(-0.5, 0.5)", "{x}.clamp(min=0)", "({x}.abs() + 1).rsqrt()", "-{x}",
+    "1 / (1 + {x}.exp())", "{x}.sign() * {x}", "{x}.round() + {x}", "{x}.cumsum(-1)", "{x}.cumprod(1)", "{x}.erf()",
+    "{x}.expm1()", "{x}.sort(-1)[0]", "{x}.softmax(1)", "{x} - {x}.mean(1, keepdim=True)",
     "{x} / {x}.norm(dim=-1, keepdim=True).clamp_min(0.1)", "{x} - {x}.amax(-1, keepdim=True)", "{x}.nan_to_num()",
-    "({x}.abs() + 0.5).pow(0.5)",
-    "{x} % 0.7", "{x} * {x}", "{x} + {x}.sum(0, keepdim=True)", "{x}.logcumsumexp(1)", "{x}.type_as({x})",
-    "{x}.cos() * torch.pi", "2 ** {x}",
-    "{x} * torch.arange({last})", "{x} + torch.linspace(0, 1, {last})", "{x} * torch.ones({last}).tril()",
-    "{x} @ torch.eye({last})",
+    "({x}.abs() + 0.5).pow(0.5)", "{x} % 0.7", "{x} * {x}", "{x} + {x}.sum(0, keepdim=True)", "{x}.logcumsumexp(1)",
+    "{x}.type_as({x})", "{x}.cos() * torch.pi", "2 ** {x}", "{x} * torch.arange({last})",
+    "{x} + torch.linspace(0, 1, {last})", "{x} * torch.ones({last}).tril()", "{x} @ torch.eye({last})",
     "{x} * torch.tensor(0.5)", "{x} + {x}.std(-1, keepdim=True, unbiased=False)", "{x}.float()",
     "torch.special.expit({x})", "torch.sinc({x})",
 )  # fmt: skip
 REDUCTIONS = (
     "{x}.mean(-1)", "{x}.sum(1)", "{x}.mean()", "{x}.sum(0)", "{x}.amax(-1)", "{x}.max(1)[0]", "{x}.max()",
-    "{x}.logsumexp(-1)", "{x}.var(1, unbiased=False)",
-    "{x}.norm(dim=1)", "{x}.mean((0, -1))", "{x}.prod(-1)", "{x}.median(-1)[0]", "{x}.topk(1, -1)[0]",
-    "{x}.min(-1, keepdim=True)[0]", "{x}.std()", "{x}.norm()",
+    "{x}.logsumexp(-1)", "{x}.var(1, unbiased=False)", "{x}.norm(dim=1)", "{x}.mean((0, -1))", "{x}.prod(-1)",
+    "{x}.median(-1)[0]", "{x}.topk(1, -1)[0]", "{x}.min(-1, keepdim=True)[0]", "{x}.std()", "{x}.norm()",
     "{x}.amin((0, 1))", "{x}.sum(-1, keepdim=True)", "{x}.kthvalue(1, -1)[0]", "{x}.abs().mean(1, keepdim=True)",
     "torch.var_mean({x}, 1)[1]",
 )  # fmt: skip
@@ -699,12 +684,10 @@ def written(a: Arguments, x: Value) -> Text:
     need(x.is_float and x.dim >= 2)
     statements = (
         "{o} += 1", "{o} *= 2", "{o}[0] = 0", "{o}[:, 0] += {o}[:, -1].clone()", "{o}.mul_({o}.detach().sigmoid())",
-        "{o}.clamp_(-1, 1)",
-        "{o}.add_({o}.mean())", "{o}[{o} > 1] = 0.5", "{o}.masked_fill_({o} > 0.5, 0)",
-        "{o}.index_add_(0, torch.zeros(1, dtype=torch.long), {o}[:1].clone())",
-        "{o}[..., -1].mul_(3)", "{o}.zero_()", "{o}[torch.arange(1)] = {o}[:1] * 2", "{o}.copy_({o}.flip(-1))",
-        "{o}.transpose(0, 1)[0].add_(1)", "{o}.tanh_()",
-        "{o}.sub_(0.5).div_(2)", "{o}.view(-1)[::2].neg_()", "{o}.normal_()", "{o}.fill_(0.5)",
+        "{o}.clamp_(-1, 1)", "{o}.add_({o}.mean())", "{o}[{o} > 1] = 0.5", "{o}.masked_fill_({o} > 0.5, 0)",
+        "{o}.index_add_(0, torch.zeros(1, dtype=torch.long), {o}[:1].clone())", "{o}[..., -1].mul_(3)", "{o}.zero_()",
+        "{o}[torch.arange(1)] = {o}[:1] * 2", "{o}.copy_({o}.flip(-1))", "{o}.transpose(0, 1)[0].add_(1)",
+        "{o}.tanh_()", "{o}.sub_(0.5).div_(2)", "{o}.view(-1)[::2].neg_()", "{o}.normal_()", "{o}.fill_(0.5)",
         "F.dropout({o}, 0.5, inplace=True)", "{o}.exp_()",
     )  # fmt: skip
     begin = a.pick("of", "{x}.clone()", "{x} * 1", "{x} + 0.5", "{x}", "{x}.clone()[:]", "torch.zeros_like({x}) + {x}")
@@ -754,8 +737,7 @@ def buffered(a: Arguments, x: Value) -> Text:
     mean = f"{x}.detach().flatten(0, -2).mean(0)"
     updates = (
         f"self.{{out}}_b.mul_(0.9).add_({mean}, alpha=0.1)", f"self.{{out}}_b.copy_({mean})", "self.{out}_b += 1",
-        "self.{out}_b[0] += 1",
-        f"self.{{out}}_b = 0.9 * self.{{out}}_b + {mean}",
+        "self.{out}_b[0] += 1", f"self.{{out}}_b = 0.9 * self.{{out}}_b + {mean}",
     )  # fmt: skip
     update, use = a.pick("update", *updates[:4], *updates), f"{{out}} = {x} - self.{{out}}_b"
     lines = (

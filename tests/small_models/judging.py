@@ -191,8 +191,7 @@ def planned(case: Case) -> tuple[ScheduleRecord, Captured]:
     record = ScheduleRecord(
         schedule, "small model", tuple(input_spec(t) for t in _tensors(example)), case.mode, report.peak_bytes,
         captured.program.fingerprint, case.device, {}, report.peak_bytes, report.seconds, plain_bytes, 0.0,
-        "heuristic", "feasible",
-        autocast=case.autocast, layout=weights_layout(model), made_last=captured.made_last,
+        "heuristic", "feasible", autocast=case.autocast, layout=weights_layout(model), made_last=captured.made_last,
     )  # fmt: skip
     return record, captured
 
