@@ -267,9 +267,8 @@ def test_a_tensor_that_is_set_is_the_callers_own_or_the_result_itself() -> None:
     assert model.given is x and model.own[0] is model.layers[0].weight
     other = build(one_object)
     result = AnySchedule(other)(x)
-    assert (
-        other.last is result and other.pair[0] is result and other.pair[1]["h"] is result and other.again is other.pair
-    )
+    assert all(each is result for each in (other.last, other.pair[0], other.pair[1]["h"]))
+    assert other.again is other.pair
 
 
 def test_what_a_step_sets_counts_in_its_memory() -> None:

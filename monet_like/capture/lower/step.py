@@ -30,6 +30,7 @@ from ..checks import (
     check_unscripted,
     check_unsharded,
 )
+from ..example_inputs import Example
 from ..quantised import check_quantised, settle
 from ..trace.alone import one_at_a_time
 from ..trace.flat_module import FlatModule
@@ -86,8 +87,8 @@ def capture(
     settle(model)
     check_quantised(model, target)
     absent = None if target is None else Absent(target, capability, attention)
-    with as_fakes(model, args, kwargs or {}) as (args, given), attention_as("" if absent else attention):
-        graph, mode, flat = _traced(model, args, given, absent, processes, row_major_gradients)
+    with as_fakes(model, args, kwargs or {}) as given, attention_as("" if absent else attention):
+        graph, mode, flat = _traced(model, given, absent, processes, row_major_gradients=row_major_gradients)
         if target is not None:
             move_graph(graph, mode, target)
         with convolutions(target or torch.device("cpu")):
@@ -96,19 +97,14 @@ def capture(
 
 
 def _traced(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    absent: Absent | None,
-    processes: int | None,
-    row_major_gradients: bool,
+    model: nn.Module, given: Example, absent: Absent | None, processes: int | None, *, row_major_gradients: bool
 ) -> tuple[fx.Graph, FakeTensorMode, FlatModule]:
     """The joint graph, the mode of its tensors, and the function that was traced."""
-    tensors = tuple(tensors_of((args, kwargs)))
-    flat = FlatModule(model, (args, kwargs))
+    tensors = tuple(tensors_of(given))
+    flat = FlatModule(model, given)
     graph, mode = trace_joint(flat, tensors, absent, processes, row_major_gradients=row_major_gradients)
     if changes_one_given_twice(graph, flat, tensors):
-        flat = FlatModule(model, (args, kwargs), given_as_one=True)
+        flat = FlatModule(model, given, given_as_one=True)
         graph, mode = trace_joint(flat, tensors, absent, processes, row_major_gradients=row_major_gradients)
     return graph, mode, flat
 
