@@ -156,6 +156,7 @@ class FlatModule(nn.Module):
             leaves.append(leaf)
         self.recorder.begin()
         answers = Given(self.answers or ())
+        asked: contextlib.AbstractContextManager[Any] = answers if self.answers else contextlib.nullcontext()
         with (
             placed(self.given, leaves) as (args, kwargs),
             self.autocast.in_forward([*self.model.parameters(), *self._leaf_inputs(tensors)]),
@@ -172,7 +173,7 @@ class FlatModule(nn.Module):
             self.recorder.forward(self._given(tensors), given_containers(args, kwargs)),
             self._inputs_in_place(held),
             number_by_number(self.parameters()),
-            answers if self.answers else contextlib.nullcontext(),
+            asked,
         ):
             flat = self._called(args, kwargs, tensors)
             answers.check_end()
