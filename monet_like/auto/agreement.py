@@ -106,11 +106,7 @@ def in_counted_forward() -> bool:
 
 
 def check_uncounted(model: nn.Module) -> None:
-    """Refuse to rehearse steps of a model where the gradients of a rehearsal would be counted.
-
-    Raises:
-        UsageError: they would, and gradients of later steps would not be reduced.
-    """
+    """Refuse to rehearse steps of a model where the gradients of a rehearsal would be counted."""
     if in_counted_forward():
         raise UsageError(
             f"{type(model).__name__} would be planned in the first step of "

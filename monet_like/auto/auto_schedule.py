@@ -167,9 +167,6 @@ class AutoSchedule(ScheduleWrapper):
 
         Args:
             refused: why the whole cannot.
-
-        Raises:
-            CaptureError: no part can be captured, either.
         """
         with self._lock:
             if self._parts is None:

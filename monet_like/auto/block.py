@@ -191,9 +191,6 @@ class BlockSchedule(ScheduleWrapper):
         results without gradients.
 
         Those run as plain PyTorch and count as the rest of the model does.
-
-        Raises:
-            UsageError: the block changes its inputs.
         """
         if self._block_call is None:
             call = self._captured_call(key, example)
@@ -277,11 +274,7 @@ class BlockSchedule(ScheduleWrapper):
         return kept
 
     def _check_forms(self) -> None:
-        """Check that another form of call is captured, of a part that nobody has named.
-
-        Raises:
-            UsageError: what the model computes gives it other sizes in too many calls.
-        """
+        """Check that another form of call is captured, of a part that nobody has named."""
         found = self._block_settings is not None and bool(self._block_settings.told)
         if found and self._block_forms >= max(MOST_FORMS, self._block_calls // 10):
             self._block_told = True

@@ -91,11 +91,7 @@ class Kind:
 
 
 def kinds_of(of: Blocks, first: Rehearsed, lone: Lone) -> list[Kind | None]:
-    """The kind of every block; None if it has no gradient.
-
-    Raises:
-        UsageError: no block has one.
-    """
+    """The kind of every block; None if it has no gradient."""
     calls = [block._block_call for block in of.blocks]
     programs = [None if call is None else digest_of_call(call) for call in calls]
     found: list[Kind | None] = []
@@ -122,11 +118,7 @@ def digest_of_call(call: BlockCall) -> str:
 
 
 def check_alike(of: Blocks, kinds: Sequence[Kind | None], sharing: Sharing) -> None:
-    """Refuse processes whose blocks differ: one plan would not do for all.
-
-    Raises:
-        UsageError: in every process.
-    """
+    """Refuse processes whose blocks differ: one plan would not do for all."""
     every = gathered([kind and [kind.program, kind.text] for kind in kinds], sharing)
     for rank, theirs in enumerate(every):
         if theirs != every[0]:
@@ -217,11 +209,7 @@ def plain_point(ready: Prepared, kind: Kind) -> Point:
 
 
 def own_point(ready: Prepared, schedule: Schedule, kind: Kind) -> Point:
-    """What a schedule of a block's program with variants costs.
-
-    Raises:
-        ScheduleError: it breaks a rule of the program.
-    """
+    """What a schedule of a block's program with variants costs."""
     program, handed = ready.captured.program, handed_gradients(ready.captured, schedule)
     return point_of(program, schedule, ready.costs, kind.held, handed)
 

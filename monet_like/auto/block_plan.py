@@ -190,11 +190,7 @@ def _kept_content(of: Blocks, first: Step, key: StepKey, settings: Settings) -> 
 
 
 def _fits(of: Blocks, kept: KeptPlan) -> bool:
-    """Check that a plan from the cache has a schedule for every block, and that each fits the block's program.
-
-    Raises:
-        ScheduleFileError: it has not.
-    """
+    """Check that a plan from the cache has a schedule for every block, and that each fits the block's program."""
     if len(kept.records) != len(of.blocks):
         raise ScheduleFileError(f"the file has {len(kept.records)} blocks, the model {len(of.blocks)}")
     for block, record, point in zip(of.blocks, kept.records, kept.points, strict=True):

@@ -335,11 +335,7 @@ def _plan_when_called(model: nn.Module) -> None:
 
 
 def _check_not_in_pipeline(model: str) -> None:
-    """Refuse to plan inside a step of a pipeline: the other stages wait there, and the backward is not the model's own.
-
-    Raises:
-        UsageError: the call comes from ``torch.distributed.pipelining``.
-    """
+    """Refuse to plan inside a step of a pipeline: the other stages wait there, and the backward is not the model's own."""
     frame = sys._getframe()
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).startswith("torch.distributed.pipelining"):

@@ -53,11 +53,7 @@ class EarlierMenus:
         self._menus.clear()
 
     def tried(self, plan: Callable[[], _T], sharing: Sharing) -> _T:
-        """``plan()``; once more without these menus where it has taken some and nothing of them fits.
-
-        Raises:
-            InfeasibleError: nothing fits.
-        """
+        """``plan()``; once more without these menus where it has taken some and nothing of them fits."""
         taken = self.taken
         try:
             return plan()

@@ -170,11 +170,7 @@ class _Search:
         self._running: set[int] = set()
 
     def check(self, like: tuple[Any, Any]) -> None:
-        """Check that a part is to be captured.
-
-        Raises:
-            CaptureError: one that is alike could not be, or the search has a limit.
-        """
+        """Check that a part is to be captured."""
         if like[0] is not None and (known := next((why for other, why in self.refused if other == like), "")):
             raise CaptureError(known)
         self._tried += 1

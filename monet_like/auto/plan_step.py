@@ -60,9 +60,6 @@ def _check_whole_backward(step: Callable[..., Any]) -> None:
     """Refuse a pipeline whose schedule has actions ``I`` and ``W``, before any process waits for another.
 
     A function that calls the schedule hides it: then the rehearsal notices (`monet_like.auto.rehearsal.stand_ins`).
-
-    Raises:
-        UsageError: it has.
     """
     schedule = getattr(step, "__self__", None)
     orders = getattr(schedule, "pipeline_order", None) or {}

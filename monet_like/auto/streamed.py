@@ -37,11 +37,7 @@ from .rehearsal.memory import Blocks
 
 
 def check_streams(model: nn.Module, settings: Settings) -> None:
-    """Refuse to stream weights of which each process has a shard.
-
-    Raises:
-        UsageError: ``fully_shard`` has sharded a part of the model.
-    """
+    """Refuse to stream weights of which each process has a shard."""
     if settings.weights != "device" and any(map(is_sharded, model.modules())):
         raise UsageError(
             f"weights='auto' streams weights that are whole in each process, and {type(model).__name__} is sharded by "
@@ -51,11 +47,7 @@ def check_streams(model: nn.Module, settings: Settings) -> None:
 
 
 def frozen_layers(model: nn.Module) -> list[nn.Module]:
-    """The outermost layers of the model, in lists of two or more of one class, that have frozen weights.
-
-    Raises:
-        UsageError: there are none.
-    """
+    """The outermost layers of the model, in lists of two or more of one class, that have frozen weights."""
     found: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for module in model.modules():
@@ -148,10 +140,6 @@ def stream(of: Blocks, step: Step, points: Sequence[Point], sharing: Sharing) ->
 def _check_together(made: WeightStream | None, weights: Mapping[int, Sequence[Weight]], sharing: Sharing) -> None:
     """Check that the host has room for the weights of all processes on it, and that processes with one plan have the
     same weights, because `NotSent` are those that are streamed.
-
-    Raises:
-        MonetError: there is no room.
-        UsageError: weights differ.
     """
     _check_room(made.more_on_host(weights) if made else 0, made.device if made else None, sharing)
     if processes() == 1 or sharing != "same":
@@ -169,11 +157,7 @@ def _check_together(made: WeightStream | None, weights: Mapping[int, Sequence[We
 
 
 def _check_room(wanted: int, device: torch.device | None, sharing: Sharing) -> None:
-    """Check that the host has room for so many bytes of this process and for those of the others on it.
-
-    Raises:
-        MonetError: it has not.
-    """
+    """Check that the host has room for so many bytes of this process and for those of the others on it."""
     every = gathered([platform.node(), wanted], "alone" if sharing == "alone" else "same")
     here = [count for host, count in every if host == platform.node()]
     all_do(lambda: check_host(sum(here), device, len(here)) if device else None, sharing)
@@ -264,9 +248,6 @@ def stream_from_host(model: nn.Module, blocks: Sequence[BlockSchedule], sharing:
 
     So a model that is larger than the device is never whole on it. Weights that bitsandbytes quantises on their way to
     the device are not streamed before a plan.
-
-    Raises:
-        MonetError, UsageError: as of `stream`.
     """
     weights = _on_host(model, blocks)
     if not weights:

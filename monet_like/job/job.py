@@ -319,11 +319,7 @@ class Job:
 
 
 def _read_budgets(budgets: str | Iterable[str | int | Budget]) -> list[Budget]:
-    """Budgets in one text, or one by one.
-
-    Raises:
-        UsageError: one of them is wrong, or there is none.
-    """
+    """Budgets in one text, or one by one."""
     found = parse_budgets(budgets) if isinstance(budgets, str) else [parse_budget(budget) for budget in budgets]
     if not found:
         raise UsageError('no budget is given; give a list, such as ["80%", "60%"]')

@@ -88,11 +88,7 @@ def _where(
     profile: str | Path | Profile | DeviceLimits | None,
     without_memory: bool,
 ) -> tuple[torch.device | None, Source]:
-    """The device to capture for, if it is not the model's own, and where costs come from.
-
-    Raises:
-        UsageError: there is no such device, or the model is on another.
-    """
+    """The device to capture for, if it is not the model's own, and where costs come from."""
     if is_roofline(device):
         if profile is not None:
             raise UsageError(f"device {device!r} says what operators cost, so leave profile out")

@@ -89,11 +89,7 @@ def fits(
 
 
 def _card(card: str | DeviceLimits) -> DeviceLimits:
-    """The data sheet of a card.
-
-    Raises:
-        UsageError: it is not known, or of no GPU with a known memory.
-    """
+    """The data sheet of a card."""
     gpus = {name: limits for name, limits in DEVICES.items() if limits.device == "cuda"}
     limits = _named(card, gpus) if isinstance(card, str) else card
     if limits is None or limits.device != "cuda" or not limits.memory_bytes:

@@ -187,11 +187,7 @@ def named(text: str, batch: int | None, length: int | None) -> Steps:
 
 
 def _of_function(text: str, wanted: Mapping[str, int | None]) -> Steps | None:
-    """Steps that a function of the user's file makes; None: it returns a model alone.
-
-    Raises:
-        UsageError: it fails, or makes no step.
-    """
+    """Steps that a function of the user's file makes; None: it returns a model alone."""
     _, function, _ = function_of(text)
     parameters = inspect.signature(function).parameters
     sizes = {
@@ -240,11 +236,7 @@ def _known(
     model: nn.Module, loss: Loss | None = None, *, shape: tuple[int, ...] = (3, 224, 224),
     own: Any = None,
 ) -> Steps:  # fmt: skip
-    """Steps of a model whose inputs follow from its class or its file, else images.
-
-    Raises:
-        UsageError: they do not.
-    """
+    """Steps of a model whose inputs follow from its class or its file, else images."""
     if hasattr(model, "main_input_name"):
         inputs, text = _of_class(model)
         return Steps(model, inputs, loss, sizes={"batch": 1, "length": LENGTH} if text else {"batch": 1})
@@ -259,11 +251,7 @@ def _known(
 
 
 def _of_class(model: Any) -> tuple[Inputs, bool]:
-    """Inputs of a model of Transformers, and whether they are texts of any length.
-
-    Raises:
-        UsageError: its class takes others.
-    """
+    """Inputs of a model of Transformers, and whether they are texts of any length."""
     config, name = model.config, model.main_input_name
     one_label = any(part in type(model).__name__ for part in ("ImageClassification", "SequenceClassification"))
     has_labels = "labels" in inspect.signature(model.forward).parameters
@@ -319,11 +307,7 @@ def _config_of(text: str) -> Path | None:
 
 
 def _architecture(path: Path) -> str:
-    """The class of Transformers that a config names.
-
-    Raises:
-        UsageError: it names none.
-    """
+    """The class of Transformers that a config names."""
     kinds = _content(path).get("architectures")
     if not kinds:
         raise UsageError(
@@ -344,11 +328,7 @@ def _content(path: Path) -> dict[str, Any]:
 
 
 def _of_transformers(kind: str, path: Path) -> nn.Module:
-    """A model of Transformers on the meta device, from a ``config.json`` or the folder with it.
-
-    Raises:
-        UsageError: Transformers is missing, has no such class, or the file is no config of it.
-    """
+    """A model of Transformers on the meta device, from a ``config.json`` or the folder with it."""
     try:
         import transformers
     except ImportError:

@@ -75,11 +75,7 @@ def with_host(captured: Captured, price: Priced, lone: Collection[int], bytes_pe
 
 
 def own_point(captured: Captured, schedule: Schedule, costs: Mapping[str, Cost]) -> Point:
-    """A schedule of a part's program with variants, judged by the simulator.
-
-    Raises:
-        ScheduleError: it breaks a rule of the program.
-    """
+    """A schedule of a part's program with variants, judged by the simulator."""
     return point_of(captured.program, schedule, costs, handed=handed_gradients(captured, schedule))
 
 

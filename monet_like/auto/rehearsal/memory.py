@@ -310,11 +310,7 @@ def _raise(error: Exception | None) -> None:
 
 
 def _check_same_steps(step: Step, sharing: Sharing) -> None:
-    """Refuse one plan for processes whose steps run blocks in another order, as the stages of a pipeline do.
-
-    Raises:
-        UsageError: in every process.
-    """
+    """Refuse one plan for processes whose steps run blocks in another order, as the stages of a pipeline do."""
     every = gathered([moment.what for moment in step.moments], sharing)
     for rank, theirs in enumerate(every):
         if theirs != every[0]:
@@ -333,11 +329,7 @@ def ends_of(result: Any) -> list[torch.Tensor]:
 
 
 def loss_of(result: Any) -> torch.Tensor:
-    """The scalar that a result has as its loss, or else one of all its tensors that saves nothing.
-
-    Raises:
-        UsageError: nothing in the result has a gradient.
-    """
+    """The scalar that a result has as its loss, or else one of all its tensors that saves nothing."""
     tensors = ends_of(result)
     if not tensors:
         raise UsageError(
@@ -362,9 +354,6 @@ def _check_not_advanced(what: str) -> None:
 
     Args:
         what: class of the iterator; "": there is none.
-
-    Raises:
-        UsageError: there is one.
     """
     if what:
         raise UsageError(

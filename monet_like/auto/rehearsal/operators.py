@@ -116,11 +116,7 @@ def looks_of(result: Any) -> tuple[Look, ...]:
 
 
 def relaid(func: Any, result: Any, looks: Sequence[Look]) -> Any:
-    """Results that lie as those of real tensors do.
-
-    Raises:
-        NotOnFakes: they are views, or others.
-    """
+    """Results that lie as those of real tensors do."""
     leaves, spec = pytree.tree_flatten(result)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     if len(places) != len(looks) or any(each.alias_info for each in func._schema.returns):
