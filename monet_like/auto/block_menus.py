@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import inf
 from typing import Any
 
+import msgspec
 import torch
 
 from ..capture.captured import Captured
@@ -294,32 +295,13 @@ def _schedules(
 def content_of(points: Sequence[Point]) -> dict[str, Any]:
     """Points of all blocks as plain data; equal ones once."""
     distinct = list(dict.fromkeys(points))
-    written = [[(p.schedule.forward, p.schedule.again, p.schedule.ways), p.costs] for p in distinct]
-    return {"points": written, "of": [distinct.index(point) for point in points]}
+    return {"points": list(map(asdict, distinct)), "of": [distinct.index(point) for point in points]}
 
 
 def read_points(content: Any) -> tuple[Point, ...]:
     """The points that `content_of` has written."""
-    distinct = []
-    for (forward, again, ways), costs in content["points"]:
-        schedule = Schedule(tuple(forward), tuple(map(tuple, again)), tuple(ways))
-        own: list[Any] = [tuple(each) if isinstance(each, list) else each for each in costs]
-        distinct.append(Point(schedule, *own))
+    distinct = msgspec.convert(content["points"], tuple[Point, ...])
     return tuple(distinct[number] for number in content["of"])
-
-
-def records_of(
-    of: Blocks, kinds: Sequence[Kind | None], points: Sequence[Point], found: Mapping[str, Prepared]
-) -> list[Any]:
-    """For every block the content of its schedule file; None if it has no gradient."""
-    contents: list[Any] = []
-    for block, kind, point in zip(of.blocks, kinds, points, strict=True):
-        call = block._block_call
-        if kind is None or call is None:
-            contents.append(None)
-            continue
-        contents.append(record_of(call, found[kind.program], point).content())
-    return contents
 
 
 def record_of(call: BlockCall, ready: Prepared, point: Point) -> ScheduleRecord:

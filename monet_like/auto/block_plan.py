@@ -41,7 +41,7 @@ from .block_menus import (
     own_point,
     plain_point,
     read_points,
-    records_of,
+    record_of,
 )
 from .block_shares import OwnPlans, Share
 from .changed import Changed
@@ -101,18 +101,19 @@ def _planned_with(
     memory.streaming = streaming_of(of, settings)
     first = replace(first, step=replace(first.step, streaming=memory.streaming, host_bytes=memory.host_bytes))
     link = link_rate(of, memory.host_bytes, settings)
-    key = _key(of, kinds, first.step, memory, settings)
-    answer, how = _kept_before(of, memory, first.step, key, settings), ""
+    key = _key(kinds, first.step, memory, settings)
+    answer, how = _kept_before(memory, first.step, key, settings), ""
     if answer is None:
         if key.refines(settings):
             settings = replace(settings, effort="full")
         try:
-            answer = _planned(of, memory, first.step, kinds, settings, progress, link)
+            plan = partial(_planned, memory, first.step, kinds, settings, progress, link)
+            answer = settings.earlier.tried(plan, sharing)
         except InfeasibleError as error:
             if isinstance(error.smallest, KeptPlan):
                 named = replace(settings, budget=Budget(error.smallest.budget_bytes))
-                _keep(_key(of, kinds, first.step, memory, named), error.smallest, quick=True, sharing=sharing)
-            answer = _kept_before(of, memory, first.step, key, replace(settings, effort="quick"))
+                _keep(_key(kinds, first.step, memory, named), error.smallest, quick=True, sharing=sharing)
+            answer = _kept_before(memory, first.step, key, replace(settings, effort="quick"))
             if answer is None:
                 raise
         else:
@@ -148,9 +149,8 @@ def _planned_with(
 Answer = tuple[KeptPlan, tuple[tuple[str, int], ...], str]
 
 
-def _key(of: Blocks, kinds: Sequence[Kind | None], first: Step, memory: StepMemory, settings: Settings) -> StepKey:
-    """Everything that the plan depends on, but for the memory of the rest of the model."""
-    device = device_of(of.model)
+def _key(kinds: Sequence[Kind | None], first: Step, memory: StepMemory, settings: Settings) -> StepKey:
+    device = device_of(memory.of.model)
     return StepKey(
         tuple(kind and (kind.program, kind.text) for kind in kinds),
         tuple(piece.calls for piece in first.pieces),
@@ -172,21 +172,20 @@ def _keep(key: StepKey, plan: KeptPlan, *, quick: bool, sharing: Sharing) -> Non
         key.keep(plan, quick=quick, sharing=sharing)
 
 
-def _kept_before(of: Blocks, memory: StepMemory, first: Step, key: StepKey, settings: Settings) -> Answer | None:
+def _kept_before(memory: StepMemory, first: Step, key: StepKey, settings: Settings) -> Answer | None:
     """The plan in the cache, where it is there in all processes, fits, and needs what it did."""
-    sharing = settings.sharing
-    found = planned_by(partial(_kept_content, of, first, key, settings), sharing)
+    of, sharing, rest = memory.of, settings.sharing, most_of_rest(first)
+
+    def content() -> Any:
+        whose = f"the blocks of {type(of.model).__name__} are"
+        found = key.find(settings, lambda kept: _fits(of, kept) and kept.same_rest(rest), whose)
+        return found and found[0].content()
+
+    found = planned_by(content, sharing)
     if not all_agree(bool(found), sharing):
         return None
     reused = _reused(KeptPlan.of_content(found, "the plan"), memory)
     return reused if all_agree(reused is not None, sharing) else None
-
-
-def _kept_content(of: Blocks, first: Step, key: StepKey, settings: Settings) -> Any:
-    """The plan in the cache that fits, as plain data; None if there is none, or a quick one that is to be refined."""
-    rest, whose = most_of_rest(first), f"the blocks of {type(of.model).__name__} are"
-    found = key.find(settings, lambda kept: _fits(of, kept) and kept.same_rest(rest), whose)
-    return found and found[0].content()
 
 
 def _fits(of: Blocks, kept: KeptPlan) -> bool:
@@ -287,30 +286,22 @@ class _Planner:
         """For every block the content of its schedule file; None if it has no gradient, or where nobody has
         a schedule.
         """
-        return records_of(self.of, self.kinds, points, self.found) if points else [None] * len(self.kinds)
+        if points is None:
+            return [None] * len(self.kinds)
+        calls = [block._block_call for block in self.of.blocks]
+        every = zip(calls, self.kinds, points, strict=True)
+        return [call and kind and record_of(call, self.found[kind.program], p).content() for call, kind, p in every]
 
 
 def _planned(
-    of: Blocks, memory: StepMemory, first: Step, kinds: Sequence[Kind | None], settings: Settings, progress: Progress,
-    link: float,
-) -> Answer:  # fmt: skip
+    memory: StepMemory, first: Step, kinds: Sequence[Kind | None], settings: Settings, progress: Progress, link: float
+) -> Answer:
     """Plan: a menu for each kind of block, and one choice for all.
-
-    Where nothing of menus for other sizes fits, new ones are found.
 
     Raises:
         InfeasibleError: nothing fits; says what would. ``smallest``: the `KeptPlan` that would.
     """
-    return settings.earlier.tried(
-        partial(_planned_by_menus, of, memory, first, kinds, settings, progress, link), settings.sharing
-    )
-
-
-def _planned_by_menus(
-    of: Blocks, memory: StepMemory, first: Step, kinds: Sequence[Kind | None], settings: Settings, progress: Progress,
-    link: float,
-) -> Answer:  # fmt: skip
-    planner, sharing = _Planner(of, kinds, settings, progress, link), settings.sharing
+    planner, sharing = _Planner(memory.of, kinds, settings, progress, link), settings.sharing
     sent = planned_by(planner.plain, sharing)
     plain, cublas = read_points(sent), sent["cublas_bytes"]
     plain_choice = _choice(memory.step_with(plain), plain)
@@ -321,7 +312,7 @@ def _planned_by_menus(
 
     def kept(budget_bytes: int, bound_seconds: float) -> KeptPlan:
         contents = planned_by(partial(planner.records, None if best is plain_choice else best.points), sharing)
-        records = tuple(ScheduleRecord.of_content(content, "the plan") if content else None for content in contents)
+        records = tuple(content and ScheduleRecord.of_content(content, "the plan") for content in contents)
         return KeptPlan(
             datetime.date.today().isoformat(), budget_bytes, best.peak_bytes + cublas, plain_peak + cublas,
             plain_choice.seconds, cublas, len({kind.program for kind in kinds if kind}), most_of_rest(first),

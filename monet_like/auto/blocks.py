@@ -49,11 +49,7 @@ class ContainerSchedule(BlockSchedule):
 
 
 def schedule_blocks(
-    model: nn.Module,
-    args: Any,
-    kwargs: Mapping[str, Any] | None,
-    blocks: BlockNames | None,
-    settings: Settings,
+    model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None, blocks: BlockNames | None, settings: Settings
 ) -> nn.Module:
     """Give every block of ``model`` a schedule of its own; see `monet_like.auto_schedule`.
 
@@ -335,7 +331,7 @@ def _plan_when_called(model: nn.Module) -> None:
 
 
 def _check_not_in_pipeline(model: str) -> None:
-    """Refuse to plan inside a step of a pipeline: the other stages wait there, and the backward is not the model's own."""
+    """Refuse to plan inside a step of a pipeline, where other stages wait and the backward is not the model's own."""
     frame = sys._getframe()
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).startswith("torch.distributed.pipelining"):

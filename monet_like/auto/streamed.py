@@ -19,15 +19,7 @@ from ..ir.step import Point, Step, Streaming, Visit, slots_of
 from ..ir.units import format_bytes
 from ..profile.rates import host_rate
 from ..replay.kept_steps import tensor_slots
-from ..runtime.frozen_weights import (
-    Weight,
-    check_host,
-    frozen_weights,
-    host_bytes,
-    more_on_host,
-    move_rest,
-    slot_bytes,
-)
+from ..runtime.frozen_weights import Weight, check_host, frozen_weights, host_bytes, more_on_host, move_rest, slot_bytes
 from ..runtime.streamed_block import Streamed
 from ..runtime.streamed_weights import WeightStream
 from .agreement import Sharing, all_do, gathered, processes

@@ -20,15 +20,7 @@ from ...profile.roofline import roofline
 from .pieces import Capability, Capturing, Piece, Pieces
 from .points import Priced, alike, own_point, own_schedules, priced, with_host
 from .question import Question
-from .step import (
-    Kept,
-    all_shared,
-    least_shared,
-    lone_inputs,
-    pinned_bytes,
-    step_of,
-    streaming_of,
-)
+from .step import Kept, all_shared, least_shared, lone_inputs, pinned_bytes, step_of, streaming_of
 from .table import Row
 
 
