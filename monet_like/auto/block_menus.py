@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import inf
@@ -21,6 +21,7 @@ from ..compiler.progress import Progress
 from ..compiler.request import Request
 from ..compiler.sources import Cached
 from ..errors import UsageError
+from ..ir.program import Cost
 from ..ir.schedule import Schedule, kept_values
 from ..ir.schedule_file import ScheduleRecord
 from ..ir.simulate import simulate
@@ -195,7 +196,8 @@ def _points(
         lone: inputs that count as carried: nobody else keeps them.
     """
     program = ready.captured.program
-    points = efficient([owning(own_point(ready, one, kind), program, lone, kind.changed) for one in schedules])
+    own = (own_point(ready.captured, one, ready.costs, kind.held) for one in schedules)
+    points = efficient([owning(point, program, lone, kind.changed) for point in own])
     if not link:
         return points
     movable = offloadable(ready.captured, {*kind.held, *kind.changed}, lone)
@@ -209,10 +211,9 @@ def plain_point(ready: Prepared, kind: Kind) -> Point:
     return point_of(*plain, kind.held, handed_plainly(captured))
 
 
-def own_point(ready: Prepared, schedule: Schedule, kind: Kind) -> Point:
-    """What a schedule of a block's program with variants costs."""
-    program, handed = ready.captured.program, handed_gradients(ready.captured, schedule)
-    return point_of(program, schedule, ready.costs, kind.held, handed)
+def own_point(captured: Captured, schedule: Schedule, costs: Mapping[str, Cost], held: Collection[int] = ()) -> Point:
+    """A schedule of a program with variants, judged by the simulator."""
+    return point_of(captured.program, schedule, costs, held, handed_gradients(captured, schedule))
 
 
 def handed_plainly(captured: Captured) -> dict[int, int]:

@@ -274,7 +274,8 @@ class _Planner:
         kind = self.kinds[block]
         assert kind is not None
         ready = self.found[kind.program]
-        return owning(own_point(ready, schedule, kind), ready.captured.program, self.lone[kind], kind.changed)
+        point = own_point(ready.captured, schedule, ready.costs, kind.held)
+        return owning(point, ready.captured.program, self.lone[kind], kind.changed)
 
     def bound(self, best: Choice) -> float:
         """No schedules that fit have fewer seconds."""

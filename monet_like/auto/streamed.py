@@ -76,10 +76,6 @@ def _ahead(block: BlockSchedule) -> int:
     return block._streamed.stream.ahead if block._streamed is not None and block._streamed.weights else 0
 
 
-def _is_streamed(block: BlockSchedule) -> bool:
-    return _ahead(block) > 0
-
-
 def _is_provisional(block: BlockSchedule) -> bool:
     """Whether a block's weights were on the host before there was a plan."""
     return block._streamed is not None and block._streamed.stream.provisional
@@ -288,7 +284,7 @@ def unstream(model: nn.Module, blocks: Sequence[BlockSchedule]) -> None:
 
 def in_words(of: Blocks) -> str:
     """What of a plan is streamed, for people; "": nothing."""
-    streamed = [block for block in of.blocks if _is_streamed(block)]
+    streamed = [block for block in of.blocks if _ahead(block)]
     if not streamed:
         return ""
     found = streamed[0]._streamed

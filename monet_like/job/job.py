@@ -79,7 +79,10 @@ class Job:
     @property
     def ready(self) -> Prepared:
         """Program and costs together. The first access measures what is not known."""
-        return self._prepare(None)
+        if self._ready is None:
+            with self.progress() as shown:
+                self._ready = self._prepared(None, shown, self.request)
+        return self._ready
 
     @property
     def profile(self) -> Profile:
@@ -136,7 +139,7 @@ class Job:
             if quick:
                 ready = self._ready or self._quick or self._prepared(limit, progress, request, quick=True)
             else:
-                ready = self._prepare(limit, progress, request)
+                ready = self._ready = self._ready or self._prepared(limit, progress, request)
             progress.at("plan", most=QUICK_SECONDS if quick else request.time_limit_seconds)
             ready, found = compile_prepared(
                 request, ready, limit, self.device, quick=quick, save_profile=self.source.save,
@@ -249,34 +252,14 @@ class Job:
         check_strategy(strategy)
         return replace(request, solver=solver, strategy=strategy)
 
-    def _prepare(
-        self,
-        budget: int | Callable[[int], int] | None,
-        progress: Progress | None = None,
-        request: Request | None = None,
-    ) -> Prepared:
-        """Capture and profile, once; a budget that is proven not to fit is refused before that."""
-        if self._ready is not None:
-            return self._ready
-        if progress is None:
-            with self.progress() as shown:
-                return self._prepare(budget, shown, request)
-        self._ready = self._prepared(budget, progress, request or self.request)
-        return self._ready
-
     def _prepared(
         self, budget: int | Callable[[int], int] | None, progress: Progress, request: Request, *, quick: bool = False
     ) -> Prepared:
+        """Capture and profile; a budget that is proven not to fit is refused before that."""
         found = prepare(
-            request,
-            self.device,
-            profile=self.source.known,
-            save_profile=self.source.save,
-            progress=progress.profiling,
-            captured=self.__dict__.get("captured"),
-            budget=budget,
-            quick=quick,
-        )
+            request, self.device, profile=self.source.known, save_profile=self.source.save,
+            progress=progress.profiling, captured=self.__dict__.get("captured"), budget=budget, quick=quick,
+        )  # fmt: skip
         self.__dict__["captured"] = found.captured
         return found
 

@@ -46,13 +46,8 @@ class SolvedPlan:
         device: torch.device,
         progress: Callable[[], AbstractContextManager[Progress]],
     ) -> None:
-        self.compiled, self.ready, self.request, self.device, self._progress = (
-            compiled,
-            ready,
-            request,
-            device,
-            progress,
-        )
+        self.compiled, self.ready, self.request, self.device = compiled, ready, request, device
+        self._progress = progress
 
     @property
     def record(self) -> ScheduleRecord:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 
 from ...ir.program import Cost
 from ...ir.schedule import Schedule
@@ -33,10 +34,8 @@ class Answer:
         self.rows: list[Row] = []
         self.seconds = {"capture": 0.0, "menus": 0.0, "choice": 0.0, "largest": 0.0}
         self._schedules: list[tuple[Piece, tuple[Schedule, ...]]] = []
-        self._costs: dict[tuple[Piece, str], Mapping[str, Cost]] = {}
-        self._prices: dict[tuple[Piece, str], Priced] = {}
-        self._with_host: dict[tuple[Piece, str, frozenset[int]], tuple[Point, ...]] = {}
-        self._relaxations: dict[tuple[Piece, str], BlockRelaxation] = {}
+        self.costs, self.priced = cache(self._costs), cache(self._priced)
+        self.with_host, self.relaxation = cache(self._with_host), cache(self._relaxation)
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
@@ -128,21 +127,10 @@ class Answer:
     ) -> None:  # fmt: skip
         missing = max(0, peak - self.budget(card))
         ratio = None if seconds is None else seconds / plain
-        self.rows.append(
-            Row(
-                card.name,
-                card.memory_bytes,
-                way,
-                not missing,
-                peak,
-                missing,
-                seconds,
-                ratio,
-                bound,
-                moment,
-                host_bytes=on_host,
-            )
-        )
+        self.rows.append(Row(
+            card.name, card.memory_bytes, way, not missing, peak, missing, seconds, ratio, bound, moment,
+            host_bytes=on_host,
+        ))  # fmt: skip
 
     def schedules(self, piece: Piece, costs: Mapping[str, Cost]) -> tuple[Schedule, ...]:
         """Our schedules of a part: those of an equal program, or found now."""
@@ -155,33 +143,19 @@ class Answer:
         self._schedules.append((piece, found))
         return found
 
-    def costs(self, piece: Piece, card: DeviceLimits) -> Mapping[str, Cost]:
+    def _costs(self, piece: Piece, card: DeviceLimits) -> Mapping[str, Cost]:
         """Seconds and workspaces of a part's tasks on a card."""
-        key = (piece, card.name)
-        if key not in self._costs:
-            with self.timed("capture"):
-                self._costs[key] = roofline(piece.captured, card)
-        return self._costs[key]
+        with self.timed("capture"):
+            return roofline(piece.captured, card)
 
-    def priced(self, piece: Piece, card: DeviceLimits) -> Priced:
-        """A part with a card's costs."""
-        key = (piece, card.name)
-        if key not in self._prices:
-            costs = self.costs(piece, card)
-            self._prices[key] = priced(piece.captured, self.schedules(piece, costs), costs)
-        return self._prices[key]
+    def _priced(self, piece: Piece, card: DeviceLimits) -> Priced:
+        costs = self.costs(piece, card)
+        return priced(piece.captured, self.schedules(piece, costs), costs)
 
-    def with_host(self, piece: Piece, card: DeviceLimits, lone: frozenset[int]) -> tuple[Point, ...]:
+    def _with_host(self, piece: Piece, card: DeviceLimits, lone: frozenset[int]) -> tuple[Point, ...]:
         """Our points of a part with those that offload."""
-        key = (piece, card.name, lone)
-        if key not in self._with_host:
-            link = card.host_bytes_per_second
-            self._with_host[key] = with_host(piece.captured, self.priced(piece, card), lone, link)
-        return self._with_host[key]
+        return with_host(piece.captured, self.priced(piece, card), lone, card.host_bytes_per_second)
 
-    def relaxation(self, piece: Piece, card: DeviceLimits) -> BlockRelaxation:
+    def _relaxation(self, piece: Piece, card: DeviceLimits) -> BlockRelaxation:
         """A bound of what any schedule of a part costs on a card, at prices that are asked for later."""
-        key = (piece, card.name)
-        if key not in self._relaxations:
-            self._relaxations[key] = block_relaxation(piece.captured.program, self.costs(piece, card))
-        return self._relaxations[key]
+        return block_relaxation(piece.captured.program, self.costs(piece, card))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 import numpy
 
@@ -46,10 +47,7 @@ class _Search:
         self._capture(self.asked)
         if not self.regular and self.asked == 1:  # what one sample computes in another way than several
             self._capture(2)
-        self._prices: dict[int, list[Priced]] = {}
-        self._peaks: dict[tuple[str, int], tuple[int, int]] = {}
-        #: By size, the points of ours with the lowest peak.
-        self._lowest: dict[int, list[Point]] = {}
+        self._priced, self._lowest = cache(self._find_prices), cache(self._find_lowest)
 
     def _capture(self, begin: int) -> None:
         """Capture the step at two or three sizes from this one on."""
@@ -76,8 +74,8 @@ class _Search:
 
         def host(size: int) -> int | None:
             ways = ("ours", "host") if row.way == "host" else (row.way,)
-            both = (self._peak(way, size) for way in ways)
-            return next((there for peak, there in both if peak + cublas_bytes <= budget), None)
+            both = (self._lowest(way, size) for way in ways)
+            return next((there for peak, there, _ in both if peak + cublas_bytes <= budget), None)
 
         def fit(size: int) -> bool:
             return host(size) is not None
@@ -90,30 +88,24 @@ class _Search:
             return self.asked, row.host_bytes
         return most, (host(most) or 0) if most else 0
 
-    def _peak(self, way: str, size: int) -> tuple[int, int]:
-        """The peak without what cuBLAS keeps, and bytes of the host; of ours, the lowest with one schedule for all
-        equal pieces, and with the weights of all layers on the host.
+    def _find_lowest(self, way: str, size: int) -> tuple[int, int, list[Point]]:
+        """The peak without what cuBLAS keeps, bytes of the host, and the points by kind; of ours, the lowest with one
+        schedule for all equal pieces, and with the weights of all layers on the host.
         """
-        if (way, size) not in self._peaks:
-            pieces, prices = self._pieces(size), self._priced(size)
-            kinds = [pieces.ranges[number].kind for number in pieces.trained]
-            if way == "host":
-                every = self._with_host(pieces, prices, kinds, size)
-            else:
-                every = [price.ours if way == "ours" else (price.of(way),) for price in prices]
-            menus = [every[kind] for kind in kinds]
-            step = step_of(self.answer.asked, pieces, 0, all_shared(menus))
-            start = [price.checkpoint if way == "ours" else menu[0] for price, menu in zip(prices, every, strict=True)]
-            tried = [_least(step, kinds, start, every)]
-            if way == "host":  # also what is lowest without the host
-                self._peak("ours", size)
-                tried.append(self._lowest[size])
-            found = [(*self._exact(pieces, [points[kind] for kind in kinds], way), points) for points in tried]
-            peak, there, lowest = min(found, key=lambda each: each[0])
-            self._peaks[way, size] = peak, there
-            if way == "ours":
-                self._lowest[size] = lowest
-        return self._peaks[way, size]
+        pieces, prices = self._pieces(size), self._priced(size)
+        kinds = [pieces.ranges[number].kind for number in pieces.trained]
+        if way == "host":
+            every = self._with_host(pieces, prices, kinds, size)
+        else:
+            every = [price.ours if way == "ours" else (price.of(way),) for price in prices]
+        menus = [every[kind] for kind in kinds]
+        step = step_of(self.answer.asked, pieces, 0, all_shared(menus))
+        start = [price.checkpoint if way == "ours" else menu[0] for price, menu in zip(prices, every, strict=True)]
+        tried = [_least(step, kinds, start, every)]
+        if way == "host":  # also what is lowest without the host
+            tried.append(self._lowest("ours", size)[2])
+        found = [(*self._exact(pieces, [points[kind] for kind in kinds], way), points) for points in tried]
+        return min(found, key=lambda each: each[0])
 
     def _exact(self, pieces: Pieces, chosen: list[Point], way: str) -> tuple[int, int]:
         """The peak with these points, and bytes of the host."""
@@ -149,11 +141,9 @@ class _Search:
         )  # fmt: skip
         return replace(self.at[0], crossing=crossing, input_bytes=grown([pieces.input_bytes for pieces in self.at]))
 
-    def _priced(self, size: int) -> list[Priced]:
-        if size not in self._prices:
-            of = zip(self.at[0].kinds, self.parts, strict=True)
-            self._prices[size] = [part.priced(self.answer.schedules(piece, part.costs[0]), size) for piece, part in of]
-        return self._prices[size]
+    def _find_prices(self, size: int) -> list[Priced]:
+        of = zip(self.at[0].kinds, self.parts, strict=True)
+        return [part.priced(self.answer.schedules(piece, part.costs[0]), size) for piece, part in of]
 
 
 def _least(step: Step, kinds: Sequence[int], chosen: Sequence[Point], menus: Sequence[Sequence[Point]]) -> list[Point]:

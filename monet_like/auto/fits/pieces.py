@@ -140,7 +140,7 @@ class Capturing:
             capability = None
         if (batch, length) not in self._cuts:
             self.say(f"recording the step at {batch} x {length}")
-            self._cuts[batch, length] = _Cut(self.question.recorded(batch, length))
+            self._cuts[batch, length] = _Cut(self.question.steps.recorded(batch, length))
         cut = self._cuts[batch, length]
         last = dict(enumerate(piece.captured.made_last for piece in like.kinds)) if like else {}
         kinds = []

@@ -13,8 +13,7 @@ from ...ir.schedule import Schedule, prune
 from ...ir.step import Point
 from ...plan.baseline import plain_step, store_all
 from ...plan.step.menus import efficient, menu, offloading, owning, point_of
-from ...replay.segments import handed_gradients
-from ..block_menus import handed_plainly
+from ..block_menus import handed_plainly, own_point
 from ..offloaded import offloadable
 
 #: Wall seconds for the menu of one part, about. The search ends by itself before, unless the machine is slow or very
@@ -72,11 +71,6 @@ def with_host(captured: Captured, price: Priced, lone: Collection[int], bytes_pe
     others = [owning(point, program, lone) for point in (price.plain, price.checkpoint)]
     more = (one for point in own for one in offloading(point, program, movable, bytes_per_second))
     return efficient([*own, *others, *more])
-
-
-def own_point(captured: Captured, schedule: Schedule, costs: Mapping[str, Cost]) -> Point:
-    """A schedule of a part's program with variants, judged by the simulator."""
-    return point_of(captured.program, schedule, costs, handed=handed_gradients(captured, schedule))
 
 
 def own_schedules(

@@ -19,7 +19,6 @@ from ...ir.mode import parse_mode
 from ...ir.units import format_bytes
 from ...models import add_adapters, check_quantisation
 from .named import Loss, Steps, named, steps_of
-from .recorded import Recording
 
 #: Frozen weights of at least this many bytes are named if they are not quantised.
 _WORTH_TELLING = 2**20
@@ -54,10 +53,6 @@ class Question:
     def model(self) -> nn.Module:
         """On the meta device, or of fake tensors."""
         return self.steps.model
-
-    def recorded(self, batch: int, length: int) -> Recording:
-        """The forward of a step; see `Steps.recorded`."""
-        return self.steps.recorded(batch, length)
 
     @property
     def optimizer_bytes(self) -> int:

@@ -266,7 +266,7 @@ def test_functions_make_the_same_step(function: str, sizes: dict[str, int], file
     asked = read_question(f"{file}:{function}", optimizer="none")
     assert asked.steps.sizes == sizes and asked.dtype is None
     assert sum(p.numel() for p in asked.model.parameters()) == 3 * (2 * 64 * 256 + 256 + 3 * 64) + 65 * 8
-    recording = asked.recorded(4, 0)
+    recording = asked.steps.recorded(4, 0)
     names = [getattr(call.function, "name", getattr(call.function, "__name__", "")) for call in recording.calls]
     layer = ["layer_norm", "linear", "gelu", "square", "linear", "tanh", "add"]
     assert names == [*layer * 3, "linear", *([] if function == "pair" else ["square", "mean"])]
@@ -287,7 +287,7 @@ def test_a_function_may_convert_its_model(tmp_path: Path) -> None:
     )
     asked = read_question(f"{path}:make_step")
     assert {p.dtype for p in asked.model.parameters()} == {torch.bfloat16}
-    recording = asked.recorded(2, 0)
+    recording = asked.steps.recorded(2, 0)
     assert [recording.tensors[end].dtype for end in recording.ends] == [torch.bfloat16]
     assert len(recording.frozen_weights) == 2
 
@@ -299,7 +299,7 @@ def test_lora_of_published_diffusion_models(function: str, layers: int) -> None:
     pytest.importorskip("diffusers")
     path = Path(__file__).parents[3] / "examples" / "diffusion_steps.py"
     asked = read_question(f"{path}:{function}")
-    recording = asked.recorded(1, 2 * 1560)
+    recording = asked.steps.recorded(1, 2 * 1560)
     starts = [name for _, name in _bounds(recording) if "transformer_blocks." in name or name.startswith("blocks.")]
     assert len([name for name in starts if not name.startswith("what is")]) == layers
     assert all(p.dtype is torch.bfloat16 for p in asked.model.parameters() if not p.requires_grad)
