@@ -262,7 +262,7 @@ _GUARDS = [
     (_R, "if (settings := settings_now()) != self._settings:", "if False:", _EACH_SETTING),
     (_R, "return label in self.late_attributes.get(", "return label in {}.get(", _LATE.format("hook, attribute")),
     (_R, "            return label in self.late_names", "            return False", _LATE.format("hook, object")),
-    (_R, "Reads(self.roots, model, self.forms)", "Reads(self.roots, model)", "auto/test_shared_captures.py::test_blocks_that_differ[0]"),
+    (_R, "Reads(self.roots, model, self.forms)", "Reads(self.roots, model)", "auto/test_shared_captures.py::test_blocks_that_differ"),
     (_R, "if any(self._empty):", "if False:", _READS.format("test_a_list_that_was_empty_is_followed")),
     (_R, "not all(map(operator.is_, values, self._values))", "False", _VALUE.format("attribute")),
     (_R, "not all(map(operator.eq, map(list, self._mappings), self._names))", "False", _VALUE.format("default of getattr, object")),
@@ -316,7 +316,7 @@ _GUARDS = [
 ]  # fmt: skip
 
 _OUTLINE = "auto/test_shared_captures.py::test_an_outline_tells_blocks_apart_that_differ_in_one_part[{}]"
-_BLOCKS_DIFFER = "auto/test_shared_captures.py::test_blocks_that_differ[{}]"
+_BLOCKS_DIFFER = "auto/test_shared_captures.py::test_blocks_that_differ"
 #: What equal blocks are.
 _SHARED = [
     ("(modules.setdefault(id(module), len(modules)), type(module), module.training)", "(type(module), module.training)", _OUTLINE.format("module")),
@@ -344,8 +344,8 @@ _SHARED = [
     ("tensor.is_conj(), tensor.is_neg()", "tensor.is_conj()", _OUTLINE.format("negated")),
     ("bool(tensor._backward_hooks)", "0", _OUTLINE.format("hook")),
     ("*flags, tuple(own)", "*flags", _OUTLINE.format("attribute")),
-    ("_reads_alike(found.captured, block)", "True", _BLOCKS_DIFFER.format(0)),
-    ("found.outline == outline", "True", _BLOCKS_DIFFER.format(0)),
+    ("_reads_alike(found.captured, block)", "True", _BLOCKS_DIFFER),
+    ("found.outline == outline", "True", _BLOCKS_DIFFER),
 ]  # fmt: skip
 
 

@@ -7,17 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from block_models import EXACT, Decoder, Short, assert_same_step, loss_of, measured_peak, plan_briefly, tokens
+from block_models import EXACT, Decoder, Short, assert_same_step, loss_of, measured_peak, tokens
 from torch import nn
 
 import monet_like
 from monet_like.auto.block import blocks_of
 from monet_like.auto.block_calls import plans_of
-
-
-@pytest.fixture(autouse=True)
-def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan_briefly(monkeypatch.setattr)
 
 
 class Asking(Short):
@@ -61,8 +56,7 @@ def test_each_branch_of_a_block_is_planned() -> None:
     for warm in (1, 0, 0, 1, 0):
         answer((plain, mine), warm)
         assert_same_step(plain, mine, tokens())
-    plans = plans_of(mine)
-    assert plans is not None
+    plans: Any = plans_of(mine)
     for warm in (0, 1):
         answer((mine,), warm)
         assert measured_peak(mine, tokens()) <= plans.plans[0].plan.budget_bytes
@@ -77,6 +71,5 @@ def test_a_branch_without_a_plan_leaves_the_others_theirs() -> None:
         assert_same_step(plain, mine, tokens())
     answer((plain, mine), 1)
     assert_same_step(plain, mine, tokens())
-    plans = plans_of(mine)
-    assert plans is not None
+    plans: Any = plans_of(mine)
     assert measured_peak(mine, tokens()) == plans.plans[0].plan.peak_bytes

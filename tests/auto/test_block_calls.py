@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from block_models import EXACT, Decoder, Short, assert_same_step, loss_of, measured_peak, plan_briefly, tokens
+from block_models import EXACT, Decoder, Short, assert_same_step, loss_of, measured_peak, plan_of, tokens
 from quantised_nets import adapted, by_torchao, four_bit
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -29,11 +29,6 @@ from monet_like.plan import store_all
 QUICK: dict[str, Any] = {"mode": EXACT, "loss": loss_of, "effort": "quick", "blocks": "layers.*"}
 #: What is done before a step, and the batch.
 Change = tuple[Callable[[Any], object], torch.Tensor]
-
-
-@pytest.fixture(autouse=True)
-def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan_briefly(monkeypatch.setattr)
 
 
 @pytest.fixture(autouse=True)
@@ -74,19 +69,10 @@ def scheduled(plain: nn.Module, changes: list[Change], budget: str = "80%", **op
     return mine
 
 
-def test_batches_that_grow_are_planned_within_the_first_budget() -> None:
-    plain = Decoder(blocks=3)
-    batches: list[Change] = [(nothing, tokens(8, length)) for length in (16, 20, 12, 18)]
-    mine = scheduled(plain, batches, "90%")  # 10 % more than the larger batch needs at least
-    plans = plans_of(mine)
-    assert plans is not None
-    small, large = plans.plans  # those of 12 and of 18 follow the plans for 16 and for 20
-    assert large.plan.budget_bytes == small.plan.budget_bytes
-    assert monet_like.block_plan(mine) is large.plan
-    assert measured_peak(mine, tokens(8, 20)) == large.plan.peak_bytes <= large.plan.budget_bytes
-    assert measured_peak(mine, tokens(8, 16)) == small.plan.peak_bytes
-    assert monet_like.block_plan(mine) is small.plan
-    assert_same_step(plain, mine, tokens(8, 20))
+def planned_calls(model: nn.Module) -> list[Any]:
+    """The plans of a model's blocks by its calls."""
+    plans: Any = plans_of(model)
+    return plans.plans
 
 
 def _searched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -102,13 +88,20 @@ def _searched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def test_a_larger_batch_takes_the_menus_of_the_first_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_that_grow_are_planned_within_the_first_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the menus of the first."""
     searched = _searched(monkeypatch)
-    mine = scheduled(Decoder(blocks=3), [(nothing, tokens(8, length)) for length in (16, 20)], "90%")
-    plans = plans_of(mine)
-    assert plans is not None and len(plans.plans) == 2
-    assert len(searched) == plans.plans[0].plan.kinds
-    assert measured_peak(mine, tokens(8, 20)) == plans.plans[1].plan.peak_bytes <= plans.plans[1].plan.budget_bytes
+    plain = Decoder(blocks=3)
+    batches: list[Change] = [(nothing, tokens(8, length)) for length in (16, 20, 12, 18)]
+    mine = scheduled(plain, batches, "90%")  # 10 % more than the larger batch needs at least
+    small, large = planned_calls(mine)  # those of 12 and of 18 follow the plans for 16 and for 20
+    assert len(searched) == small.plan.kinds
+    assert large.plan.budget_bytes == small.plan.budget_bytes
+    assert plan_of(mine) is large.plan
+    assert measured_peak(mine, tokens(8, 20)) == large.plan.peak_bytes <= large.plan.budget_bytes
+    assert measured_peak(mine, tokens(8, 16)) == small.plan.peak_bytes
+    assert plan_of(mine) is small.plan
+    assert_same_step(plain, mine, tokens(8, 20))
 
 
 def test_menus_are_searched_anew_where_those_of_other_sizes_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,10 +114,9 @@ def test_menus_are_searched_anew_where_those_of_other_sizes_do_not_fit(monkeypat
 
     monkeypatch.setattr(EarlierMenus, "add", add)
     mine = scheduled(Decoder(blocks=3), [(nothing, tokens(8, length)) for length in (16, 20)], "90%")
-    plans = plans_of(mine)
-    assert plans is not None and len(plans.plans) == 2
-    assert len(searched) == 2 * plans.plans[0].plan.kinds
-    assert measured_peak(mine, tokens(8, 20)) == plans.plans[1].plan.peak_bytes <= plans.plans[1].plan.budget_bytes
+    small, large = planned_calls(mine)
+    assert len(searched) == 2 * small.plan.kinds
+    assert measured_peak(mine, tokens(8, 20)) == large.plan.peak_bytes <= large.plan.budget_bytes
 
 
 def test_copies_of_settings_have_no_menus() -> None:
@@ -140,16 +132,11 @@ def test_a_batch_that_fits_no_plan_runs_plainly_with_one_warning() -> None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         mine = scheduled(Decoder(blocks=2), changes)
-    about = [
-        str(warning.message)
-        for warning in told
-        if "no plan of the blocks of Decoder for int64[64, 64] within" in str(warning.message)
-    ]
-    assert len(about) == 1
-    assert (
-        sum("Short runs as plain PyTorch when it is called with float32[64, 64, 32]" in str(w.message) for w in told)
-        == 1
-    )  # blocks
+    for text in (
+        "no plan of the blocks of Decoder for int64[64, 64] within",
+        "Short runs as plain PyTorch when it is called with float32[64, 64, 32]",
+    ):
+        assert sum(text in str(warning.message) for warning in told) == 1
     assert "larger memory_budget" in next(iter(blocks_of(mine)[0]._kept.plain.values()))
 
 
@@ -157,19 +144,16 @@ def test_a_batch_that_fits_no_plan_runs_plainly_with_one_warning() -> None:
 def test_lengths_are_planned_ahead() -> None:
     batches = [(nothing, tokens(8, length)) for length in (16, 32, 24, 8)]
     mine = scheduled(Decoder(blocks=2), batches, lengths=[16, 32])
-    plans = plans_of(mine)
-    assert plans is not None
-    assert [planned.form.tensors[0][1] for planned in plans.plans] == [(8, 32), (8, 16)]
-    assert all(planned.plan.budget_bytes == int(0.8 * plans.plans[0].plan.plain_peak_bytes) for planned in plans.plans)
+    plans = planned_calls(mine)
+    assert [planned.form.tensors[0][1] for planned in plans] == [(8, 32), (8, 16)]
+    assert all(planned.plan.budget_bytes == int(0.8 * plans[0].plan.plain_peak_bytes) for planned in plans)
 
 
-@pytest.mark.parametrize(("rule", "planned"), [("plain", 1), ("error", 1)])
-def test_the_rule_for_new_inputs(rule: str, planned: int) -> None:
+@pytest.mark.parametrize("rule", ["plain", "error"])
+def test_the_rule_for_new_inputs(rule: str) -> None:
     mine: Any = monet_like.auto_schedule(
         Decoder(blocks=2), tokens(8, 16), memory_budget="1 MB", on_new_input=rule, **QUICK
     )
-    plans = plans_of(mine)
-    assert plans is not None
     if rule == "error":
         with pytest.raises(
             UsageError,
@@ -179,7 +163,7 @@ def test_the_rule_for_new_inputs(rule: str, planned: int) -> None:
             mine(tokens(8, 17))
     else:
         loss_of(mine(tokens(8, 17))).backward()
-    assert len(plans.plans) == planned
+    assert len(planned_calls(mine)) == 1
     assert bool(blocks_of(mine)[0]._kept.plain) == (rule == "plain")
 
 
@@ -223,10 +207,9 @@ def test_padding_that_appears_or_vanishes(first: str) -> None:
     batches["padded"][0, 20:] = 0
     other = {"full": "padded", "padded": "full"}[first]
     mine = scheduled(Padded(Masked, 2), [(nothing, batches[name]) for name in (first, other, first, other)])
-    plans = plans_of(mine)
-    assert plans is not None and len(plans.plans) == 1
+    (planned,) = planned_calls(mine)
     runs_plainly = any(block._kept.plain for block in blocks_of(mine))
-    assert measured_peak(mine, batches[other]) <= plans.plans[0].plan.budget_bytes or runs_plainly
+    assert measured_peak(mine, batches[other]) <= planned.plan.budget_bytes or runs_plainly
 
 
 def freeze(model: Any) -> None:
@@ -338,8 +321,7 @@ def test_the_first_call_may_drop_all_layers() -> None:
         UserWarning, match="nothing is planned for this call, but for the next one: .* none of its blocks"
     ):
         mine = scheduled(Dropped(), [(none, x), (none, x), (keep(True, True, True), x), (none, x), (nothing, x)])
-    plans = plans_of(mine)
-    assert plans is not None and len(plans.plans) == 1
+    assert len(planned_calls(mine)) == 1
     model = Dropped()
     none(model)
     with pytest.raises(UsageError, match="step of Dropped calls none of its blocks; give blocks that it calls"):
@@ -386,8 +368,7 @@ def test_what_has_made_the_inputs_keeps_its_graph(writes: bool) -> None:
             first = called(x)
             loss_of(called(first @ torch.ones(50, 32), {"state": lower(torch.ones(batch, 16, 32))})).backward()
         grads.append([p.grad for p in (*lower.parameters(), *upper.parameters()) if p.grad is not None])
-    plans = plans_of(upper)
-    assert plans is not None and len(plans.plans) == 4
+    assert len(planned_calls(upper)) == 4
     assert all(torch.equal(mine, plain) for mine, plain in zip(grads[1], grads[0], strict=True))
 
 
@@ -404,8 +385,7 @@ class Halves(Decoder):
 def test_a_block_may_be_called_in_two_ways() -> None:
     x = tokens()
     mine = scheduled(Halves(blocks=1), [(nothing, x), (nothing, x)], "2 MB")
-    plan = monet_like.block_plan(mine)
-    assert plan is not None and measured_peak(mine, x) <= plan.peak_bytes  # the second way is counted
+    assert measured_peak(mine, x) <= plan_of(mine).peak_bytes  # the second way is counted
 
 
 def test_blocks_run_plainly_until_the_model_is_called() -> None:
@@ -427,8 +407,8 @@ def test_all_of_plain_memory_always_has_a_plan(width: int) -> None:
     )
     x = torch.randn(4, 4, 64, generator=torch.Generator().manual_seed(0))
     mine = monet_like.auto_schedule(copy.deepcopy(plain), x, memory_budget="100%", **{**QUICK, "blocks": "1"})
-    plan = monet_like.block_plan(mine)
-    assert plan is not None and plan.peak_bytes <= plan.plain_peak_bytes
+    plan = plan_of(mine)
+    assert plan.peak_bytes <= plan.plain_peak_bytes
     assert_same_step(plain, mine, x)
 
 

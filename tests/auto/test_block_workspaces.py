@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from block_models import EXACT, assert_same_step, loss_of, measured_peak, plan_briefly
+from block_models import EXACT, assert_same_step, loss_of, measured_peak
 from torch import nn
 
 import monet_like
@@ -86,7 +86,6 @@ class Blocks(nn.Module):
 def test_a_gradient_is_delayed_unless_its_measured_workspace_makes_that_dearer(
     large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan_briefly(monkeypatch.setattr)
     torch.manual_seed(0)
     plain, x = Blocks(large), torch.randn(32, 16)
     options: dict[str, Any] = {

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from block_models import EXACT, plan_briefly
+from block_models import EXACT, plan_of, trained
 from torch import nn
 
 import monet_like
@@ -26,11 +26,6 @@ from monet_like.replay.wrapper import ScheduleWrapper
 
 QUICK: dict[str, Any] = {"mode": EXACT, "effort": "quick", "verbose": False, "memory_budget": "200%"}
 PARTS_OF_DETECTOR = ["backbone", "heads.selects.first", "heads.selects.after"]
-
-
-@pytest.fixture(autouse=True)
-def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan_briefly(monkeypatch.setattr)
 
 
 def part(width: int = 8) -> nn.Sequential:
@@ -61,6 +56,19 @@ class Detector(nn.Module):
         return self.heads["selects"](self.backbone(x)).square().mean()
 
 
+class Made(nn.Module):
+    """Parts, and how they are called."""
+
+    def __init__(self, forward: Callable[[Any, torch.Tensor], torch.Tensor], **parts: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        self.called = forward
+        for name, each in parts.items():
+            setattr(self, name, each)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.called(self, x)
+
+
 class Between(nn.Module):
     """Two parts with something between them that no trace can take."""
 
@@ -83,20 +91,6 @@ def rows(count: int = 16) -> torch.Tensor:
 
 def selected(x: torch.Tensor) -> torch.Tensor:
     return x[x.sum(1) > x.sum(1).median()]
-
-
-def trained(model: nn.Module, batches: list[Any]) -> list[torch.Tensor]:
-    """Losses, gradients, parameters and buffers of a loop."""
-    torch.manual_seed(1)
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    found: list[torch.Tensor] = []
-    for x in batches:
-        optimizer.zero_grad()
-        loss = model(x)
-        loss.backward()
-        optimizer.step()
-        found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-    return [*found, *(p.detach() for p in model.parameters()), *model.buffers()]
 
 
 def assert_trains(plain: nn.Module, batches: list[Any], parts: list[str], *, given: bool = False) -> AutoSchedule:
@@ -131,8 +125,8 @@ def test_the_largest_parts_have_schedules(given: bool, caplog: pytest.LogCapture
                          "aten.nonzero.default")  # fmt: skip
     assert f"schedules of 3 parts: {', '.join(names)}; whole step: budget " in repr(mine)
     assert list(mine.state_dict()) == list(plain.state_dict())
-    plan = monet_like.block_plan(mine)
-    assert plan is not None and plan.peak_bytes <= plan.budget_bytes == 2 * plan.plain_peak_bytes
+    plan = plan_of(mine)
+    assert plan.peak_bytes <= plan.budget_bytes == 2 * plan.plain_peak_bytes
     copied, x = copy.deepcopy(mine), [rows()]
     assert all(map(torch.equal, trained(copied, x), trained(plain, x)))
     back = monet_like.unwrap(mine)
@@ -218,40 +212,29 @@ def test_parts_whose_sizes_depend_on_values_are_left_out() -> None:
 
 
 def test_experts_that_get_other_tokens_in_each_step_are_left_out_together() -> None:
-    class Experts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate, self.mix = nn.Linear(8, 4), part()
-            self.experts = nn.ModuleList([part() for _ in range(4)])
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.mix(x)
-            to = self.gate(x).argmax(1)
-            places = [torch.where(to == number)[0] for number in range(4)]
-            return (
-                torch.cat([e(x[at]) for e, at in zip(self.experts, places, strict=True) if len(at) > 1]).square().sum()
-            )
+    def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
+        x = net.mix(x)
+        to = net.gate(x).argmax(1)
+        places = [torch.where(to == number)[0] for number in range(4)]
+        made = [expert(x[at]) for expert, at in zip(net.experts, places, strict=True) if len(at) > 1]
+        return torch.cat(made).square().sum()
 
     torch.manual_seed(0)
-    assert parts_of(Experts(), torch.randn(40, 8)) == ["mix"]
+    experts = Made(forward, gate=nn.Linear(8, 4), mix=part(), experts=nn.ModuleList([part() for _ in range(4)]))
+    assert parts_of(experts, torch.randn(40, 8)) == ["mix"]
 
 
 def test_what_stands_in_the_place_of_a_part_that_is_left_out_is_left_out_too() -> None:
     """By chance one of the experts gets as many rows with both sets of values."""
 
-    class Experts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate, self.mix = nn.Linear(8, 1), part()
-            self.experts = nn.ModuleList([part(), part()])
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.mix(x)
-            some = x[(self.gate(x) > 0.1).squeeze(1)]
-            return torch.cat([self.experts[0](x[:5]), self.experts[1](some)]).square().sum()
+    def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
+        x = net.mix(x)
+        some = x[(net.gate(x) > 0.1).squeeze(1)]
+        return torch.cat([net.experts[0](x[:5]), net.experts[1](some)]).square().sum()
 
     torch.manual_seed(0)
-    assert parts_of(Experts(), torch.randn(40, 8)) == ["mix"]
+    experts = Made(forward, gate=nn.Linear(8, 1), mix=part(), experts=nn.ModuleList([part(), part()]))
+    assert parts_of(experts, torch.randn(40, 8)) == ["mix"]
 
 
 class Doubled(nn.Module):
@@ -266,86 +249,48 @@ class Doubled(nn.Module):
 
 
 def test_parts_that_would_add_gradients_up_in_another_order_are_left_out() -> None:
-    class Reads(nn.Module):
-        def __init__(self, *, again: bool) -> None:
-            super().__init__()
-            self.stem, self.doubled, self.again = part(), Doubled(), again
+    def reads_twice(net: Any, x: torch.Tensor) -> torch.Tensor:
+        x = net.stem(x)
+        return selected(net.doubled(x) * x.sin()).square().mean()
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.stem(x)
-            y = self.doubled(x)
-            return selected(y * x.sin() if self.again else y).square().mean()
-
-    assert parts_of(Reads(again=False), rows()) == ["stem", "doubled"]
-    assert parts_of(Reads(again=True), rows()) == ["stem"]
-    assert_trains(Reads(again=True), [rows() for _ in range(3)], ["stem"])
+    once = Made(lambda net, x: selected(net.doubled(net.stem(x))).square().mean(), stem=part(), doubled=Doubled())
+    assert parts_of(once, rows()) == ["stem", "doubled"]
+    assert_trains(Made(reads_twice, stem=part(), doubled=Doubled()), [rows() for _ in range(3)], ["stem"])
 
 
 def test_parts_whose_results_are_changed_in_place_are_left_out() -> None:
-    class Masks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.stem, self.head = nn.Sequential(part(), nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1))), part()
-            self.mask = nn.Parameter(torch.zeros(8))
+    def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
+        x = net.stem(x)
+        x[torch.from_numpy(np.array([True, False] * 8))] = net.mask
+        return net.head(selected(x[1::2])).square().mean()
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.stem(x)
-            x[torch.from_numpy(np.array([True, False] * 8))] = self.mask
-            return self.head(selected(x[1::2])).square().mean()
-
-    assert_trains(Masks(), [rows() for _ in range(2)], ["stem.0", "head"])
+    stem = nn.Sequential(part(), nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1)))
+    masks = Made(forward, stem=stem, head=part(), mask=nn.Parameter(torch.zeros(8)))
+    assert_trains(masks, [rows() for _ in range(2)], ["stem.0", "head"])
 
 
 def test_parts_with_gradients_in_another_layout_are_left_out() -> None:
     """A gradient that is copied may be summed in another order: of channels that are moved to the end, say."""
 
-    class Moves(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.stem = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU())
-            self.head = nn.Sequential(nn.Sequential(nn.Conv2d(6, 6, 3), nn.ReLU()), nn.Conv2d(6, 5, 1))
+    def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
+        return selected(net.head(net.stem(x)).permute(0, 2, 3, 1).reshape(-1, 5)).square().mean()
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            scores = self.head(self.stem(x)).permute(0, 2, 3, 1).reshape(-1, 5)
-            return selected(scores).square().mean()
-
-    assert_trains(Moves(), [torch.randn(2, 3, 12, 12) for _ in range(2)], ["stem", "head.0"])
+    head = nn.Sequential(nn.Sequential(nn.Conv2d(6, 6, 3), nn.ReLU()), nn.Conv2d(6, 5, 1))
+    moves = Made(forward, stem=nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU()), head=head)
+    assert_trains(moves, [torch.randn(2, 3, 12, 12) for _ in range(2)], ["stem", "head.0"])
 
 
 def test_a_part_within_another_or_with_two_names_is_found_once() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.outer = nn.Sequential(part(), part())
-            self.inner = self.outer[0]
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return selected(self.outer(self.inner(x))).square().mean()
-
-    assert parts_of(Twice(), rows()) == ["outer"]
-
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.last = part()
-            self.first = self.last
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return selected(self.first(x)).square().mean()
-
-    assert parts_of(Tied(), rows()) == ["last"]
+    outer, tied = nn.Sequential(part(), part()), part()
+    twice = Made(lambda net, x: selected(net.outer(net.inner(x))).square().mean(), outer=outer, inner=outer[0])
+    assert parts_of(twice, rows()) == ["outer"]
+    same = Made(lambda net, x: selected(net.first(x)).square().mean(), last=tied, first=tied)
+    assert parts_of(same, rows()) == ["last"]
 
 
 def test_parts_stand_in_the_order_of_their_calls() -> None:
-    class Backwards(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.last, self.first = part(), part()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.last(selected(self.first(x))).square().mean()
-
-    assert parts_of(Backwards(), rows()) == ["first", "last"]
+    backwards = Made(lambda net, x: net.last(selected(net.first(x))).square().mean(), last=part(), first=part())
+    assert parts_of(backwards, rows()) == ["first", "last"]
 
 
 def test_a_found_part_that_cannot_be_captured_is_an_error_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,18 +308,13 @@ def test_a_found_part_that_cannot_be_captured_is_an_error_before_training(monkey
 
 
 def test_a_model_that_can_be_captured_nowhere() -> None:
-    class Everywhere(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one = nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.one(x)
-            return x[x > 0].sum()
+    def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
+        x = net.one(x)
+        return x[x > 0].sum()
 
     for given in (rows(), None):
         with pytest.raises(CaptureError, match=r"depends on the values of a tensor.*none of its parts of several"):
-            monet_like.auto_schedule(Everywhere(), given, **QUICK)(rows())
+            monet_like.auto_schedule(Made(forward, one=nn.Linear(8, 8)), given, **QUICK)(rows())
 
 
 @pytest.mark.slow
@@ -427,17 +367,12 @@ def test_a_module_with_a_hook_that_sets_something_in_the_backward_runs_as_it_is(
 
 
 def test_code_around_a_part_may_look_into_it() -> None:
-    class Looks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Sequential(part(), part())
+    def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
+        x = selected(net.body(x))
+        assert isinstance(net.body, nn.Sequential) and isinstance(net.body[0][0], nn.Linear)
+        return x.square().mean() * len(net.body) * len([*net.body])
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = selected(self.body(x))
-            assert isinstance(self.body, nn.Sequential) and isinstance(self.body[0][0], nn.Linear)
-            return x.square().mean() * len(self.body) * len([*self.body])
-
-    assert_trains(Looks(), [rows()], ["body"])
+    assert_trains(Made(forward, body=nn.Sequential(part(), part())), [rows()], ["body"])
 
 
 def test_a_part_whose_sizes_keep_changing_runs_as_it_is_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -468,9 +403,3 @@ def test_rules_mean_the_same_for_parts() -> None:
     room = monet_like.auto_schedule(copy.deepcopy(plain), rows(), **QUICK, optimizer_in_backward=True)
     assert share is not None and (plan := monet_like.block_plan(room)) is not None
     assert plan.peak_bytes == share.peak_bytes  # with room for all gradients
-
-
-@pytest.mark.parametrize("options", [{"loss": torch.sum}, {"keeps_result": False}])
-def test_what_is_for_named_blocks_is_refused_at_the_call(options: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match="is for blocks"):
-        monet_like.auto_schedule(Detector(), **QUICK, **options)

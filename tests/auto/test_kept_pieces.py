@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from block_models import EXACT, Decoder, loss_of, plan_briefly, tokens
+from block_models import EXACT, Decoder, loss_of, plan_of, tokens
 from torch import nn
 
 import monet_like
@@ -48,7 +48,6 @@ class Work:
 
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> Work:
-    plan_briefly(monkeypatch.setattr)
     return Work(monkeypatch)
 
 
@@ -64,11 +63,11 @@ def piece_files() -> list[Path]:
 def test_another_budget_and_a_deeper_model_measure_and_search_nothing(work: Work) -> None:
     planned(Decoder(blocks=2))
     assert work.done() == (True, 1)
-    for options, blocks in (({"memory_budget": "85%"}, 2), ({"memory_budget": 10**9}, 2), ({}, 3)):
-        mine = planned(Decoder(blocks=blocks), **options)
+    for budget, blocks in (("85%", 2), (10**9, 3)):
+        mine = planned(Decoder(blocks=blocks), memory_budget=budget)
         assert work.done() == (False, 0)
-        plan = monet_like.block_plan(mine)
-        assert plan is not None and plan.peak_bytes <= plan.budget_bytes
+        plan = plan_of(mine)
+        assert plan.peak_bytes <= plan.budget_bytes
     planned(Decoder(blocks=2), tokens(8))
     assert work.done() == (True, 1)  # of other sizes
     assert len(piece_files()) == 2
@@ -139,7 +138,7 @@ def test_damaged_files_are_found_out_anew_with_a_warning(work: Work, tmp_path: P
     wrong["menus"]["quick"] = [{"forward": [10**6], "again": [], "ways": []}]
     del wrong["sha256"]
     work.done()
-    for number, damaged in enumerate((b"", whole[: len(whole) // 2], b"[]")):
+    for number, damaged in enumerate((whole[: len(whole) // 2], b"[]")):
         file.write_bytes(damaged)
         with pytest.warns(UserWarning, match="what is known of a piece is found out anew: .*piece_"):
             planned(Decoder(blocks=1), memory_budget=f"{110 + number}%")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from block_models import EXACT, Decoder, assert_same_step, loss_of, measured_peak, plan_briefly, tokens
+from block_models import EXACT, Decoder, assert_same_step, loss_of, measured_peak, plan_briefly, plan_of, tokens
 from planning import crash_solvers
 from processes import elsewhere
 from torch import nn
@@ -47,18 +47,12 @@ def kept_file() -> Path:
     return found
 
 
-@pytest.fixture(autouse=True)
-def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan_briefly(monkeypatch.setattr)
-
-
 @pytest.fixture(scope="module")
 def first_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The cache's folder when a `Decoder` has been planned once."""
     folder = tmp_path_factory.mktemp("first_start")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MONET_LIKE_CACHE", str(folder))
-        plan_briefly(patch.setattr)
         planned(Decoder())
     return folder
 
@@ -132,8 +126,7 @@ def test_a_choice_without_the_solver_is_told_and_not_kept(
         crash_solvers(patch.setattr)
         with pytest.warns(UserWarning, match=r"the solver HIGHS failed \(the solver's process ended with code -11\)"):
             mine = planned(copy.deepcopy(plain))
-    plan = monet_like.block_plan(mine)
-    assert plan is not None
+    plan = plan_of(mine)
     assert (plan.status, plan.reason) == ("searched", "the solver's process ended with code -11")
     assert "schedules chosen by a local search instead of the solver" in str(plan) and str(plan) in caplog.text
     assert_same_step(plain, mine, tokens())
@@ -168,8 +161,8 @@ def test_what_changes_the_plan_plans_anew(
     change(other)
     mine = planned(copy.deepcopy(other), **options)
     assert len(menus) == 1
-    plan = monet_like.block_plan(mine)
-    assert plan is not None and plan.peak_bytes <= plan.budget_bytes
+    plan = plan_of(mine)
+    assert plan.peak_bytes <= plan.budget_bytes
     planned(copy.deepcopy(other), **options)
     assert len(menus) == 1  # and that is kept, too
 
@@ -251,45 +244,42 @@ def test_no_changed_byte_is_read(tmp_path: Path) -> None:
         assert found == kept  # white space
 
 
-def changed(content: Any, name: str) -> Any:
-    """The content of a file with one wrong field and a digest that fits."""
-    if name == "another program":
-        content["schedules"][0]["fingerprint"] = "0" * 64
-    elif name == "fewer blocks":
-        content["pieces"] = content["pieces"][:-1]
-    elif name == "no schedule":
-        content["pieces"][0] = None
-    elif name == "negative number":
-        content["pieces"][0] = -1
-    elif name == "wrong schedule":
-        content["pieces"][0] = len(content["points"])
-    elif name == "wrong value":
-        shared, _ = (field for field in content["points"][0] if isinstance(field, list))  # the other: what is offloaded
-        shared[:] = [100_000]
-    else:
-        content["points"][0][2] = "12"
-    del content["sha256"]
-    return {**content, "sha256": digest_of_fields(content)}
+def setting(*place: Any, to: Any) -> Callable[[Any], None]:
+    """A change of a file's content: the field, the number of an element of it, and perhaps one within that."""
+
+    def change(content: Any) -> None:
+        for part in place[:-1]:
+            content = content[part]
+        content[place[-1]] = to
+
+    return change
 
 
-#: What is said of a file with a wrong field.
-SAID = {
-    "another program": "has a schedule that does not fit its program",
-    "fewer blocks": "the file has 2 blocks, the model 3",
-    "no schedule": "has no schedule for",
-    "wrong schedule": "is no whole plan",
-    "negative number": "is no whole plan",
-    "wrong value": "keeps a value that it does not have",
-    "wrong type": "is no whole plan",
+#: A wrong field of a file, and what is said of it.
+WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "another program": (
+        setting("schedules", 0, "fingerprint", to="0" * 64),
+        "a schedule that does not fit its program",
+    ),
+    "fewer blocks": (lambda content: content["pieces"].pop(), "the file has 2 blocks, the model 3"),
+    "no schedule": (setting("pieces", 0, to=None), "has no schedule for"),
+    "wrong schedule": (setting("pieces", 0, to=1000), "is no whole plan"),
+    "negative number": (setting("pieces", 0, to=-1), "is no whole plan"),
+    "wrong value": (setting("points", 0, 6, to=[100_000]), "keeps a value that it does not have"),
+    "wrong type": (setting("points", 0, 2, to="12"), "is no whole plan"),
 }
 
 
 @pytest.mark.slow(but=["another program"])
-@pytest.mark.parametrize("name", SAID)
+@pytest.mark.parametrize("name", WRONG)
 def test_a_file_that_does_not_fit_is_planned_anew(name: str, started: Path) -> None:
-    kept = KeptPlan.load(started)
-    started.write_text(json.dumps(changed(json.loads(started.read_text()), name)))
-    why = f"the blocks of Decoder are planned anew.*{SAID[name]}"
+    """Its digest fits."""
+    kept, content = KeptPlan.load(started), json.loads(started.read_text())
+    change, said = WRONG[name]
+    change(content)
+    del content["sha256"]
+    started.write_text(json.dumps({**content, "sha256": digest_of_fields(content)}))
+    why = f"the blocks of Decoder are planned anew.*{said}"
     with planning_gives(kept) as calls, pytest.warns(UserWarning, match=why):
         planned(Decoder())
     assert len(calls) == 1
@@ -335,8 +325,7 @@ def _start_again(folder: Path) -> None:
     plan_briefly()
     logging.basicConfig(filename=folder / "log", level=logging.INFO)
     mine: Any = planned(Decoder())
-    plan = monet_like.block_plan(mine)
-    assert plan is not None
+    plan = plan_of(mine)
     (folder / "plan").write_text(f"{[block.record.schedule for block in mine.layers]} {plan.peak_bytes}")
 
 
@@ -345,8 +334,7 @@ def test_another_process_reuses_the_plan(tmp_path: Path) -> None:
     mine: Any = planned(Decoder())
     elsewhere(_start_again, tmp_path)
     assert "; reused, planned on " in (tmp_path / "log").read_text()
-    plan = monet_like.block_plan(mine)
-    assert plan is not None
+    plan = plan_of(mine)
     expected = f"{[block.record.schedule for block in mine.layers]} {plan.peak_bytes}"
     assert (tmp_path / "plan").read_text() == expected
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from brief import be_brief
 from replays import record_for
 from torch import nn
 from training import twin
@@ -129,8 +128,6 @@ def test_those_who_want_an_error_for_other_inputs(plans: list[tuple[int, ...]]) 
         UsageError, match=r"serves this call: planned for float32\[8, 8\], called with float32\[16, 8\]"
     ):
         wrapped(*rows(16))
-    with pytest.raises(UsageError, match="on_new_input 'other' is unknown; choose one of plan, plain, error"):
-        monet_like.auto_schedule(mlp(8, 8), on_new_input="other")
 
 
 class Parts(nn.Module):
@@ -311,7 +308,6 @@ def test_costs_of_a_larger_batch_are_those_of_the_first_scaled(monkeypatch: pyte
         return own(request, *args)
 
     monkeypatch.setattr(quick, "quick_costs", measuring)
-    be_brief(monkeypatch.setattr)
     calls = [(torch.randn(rows, 8),) for rows in (16, 64, 24)]
     wrapped = as_plain(mlp(8, 32, 32, 32, 8), calls, memory_budget=4 * MIB)
     assert measured == [16]
@@ -333,7 +329,6 @@ def test_costs_are_scaled_also_where_no_gradient_is_delayed(monkeypatch: pytest.
 
     monkeypatch.setattr(quick, "measure_partly", measuring)
     monkeypatch.setattr(pipeline, "delays_cost", cost)
-    be_brief(monkeypatch.setattr)
     layers = nn.Conv2d(2, 64, 3, padding=1), nn.MaxPool2d(4), nn.Flatten(), nn.Linear(1024, 1024)
     model, calls = nn.Sequential(*layers).train(), [(torch.randn(rows, 2, 16, 16),) for rows in (32, 40)]
     assert capture(model, calls[0], made_last=None).made_last == ("3.weight",)

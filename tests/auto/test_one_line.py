@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from block_models import EXACT, plan_briefly
+from block_models import EXACT, plan_briefly, plan_of, trained
 from processes import together
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -26,11 +26,6 @@ from monet_like.errors import InfeasibleError
 QUICK: dict[str, Any] = {"mode": EXACT, "effort": "quick", "verbose": False}
 #: A model, its batches as keywords of its forward, and the scalar of its result.
 Task = tuple[nn.Module, list[dict[str, Any]], Callable[[Any], torch.Tensor]]
-
-
-@pytest.fixture(autouse=True)
-def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan_briefly(monkeypatch.setattr)
 
 
 def resnet() -> Task:
@@ -107,20 +102,6 @@ def graphs() -> Task:
     return Pooling(), batches, lambda result: result.square().mean()
 
 
-def trained(model: Any, batches: list[dict[str, Any]], scalar: Callable[[Any], torch.Tensor]) -> list[torch.Tensor]:
-    """Losses, gradients, parameters and buffers of a loop."""
-    torch.manual_seed(1)
-    optimizer = torch.optim.SGD(model.parameters(), 0.001)
-    found: list[torch.Tensor] = []
-    for batch in batches:
-        optimizer.zero_grad()
-        loss = scalar(model(**copy.deepcopy(batch)))
-        loss.backward()
-        optimizer.step()
-        found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-    return [*found, *(p.detach() for p in model.parameters()), *model.buffers()]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "parts"),
@@ -146,7 +127,7 @@ def test_one_line_serves(make: Callable[[], Task], parts: list[str] | None) -> N
     assert (mine.record is None) == (parts is not None)
     if parts is not None:
         assert [name for name in mine._parts if name in parts] == parts
-        assert (plan := monet_like.block_plan(mine)) is not None and plan.peak_bytes <= plan.budget_bytes
+        assert plan_of(mine).peak_bytes <= plan_of(mine).budget_bytes
     assert list(mine.state_dict()) == list(plain.state_dict())
 
 
@@ -175,7 +156,8 @@ def _sharded(rank: int, before: bool) -> None:
     assert len(found) == len(expected) and all(map(torch.equal, found, expected))
     names = [f"model.layers.{layer}.{part}" for layer in range(2) for part in ("self_attn", "mlp")]
     assert list(mine._parts) == names
-    assert (plan := monet_like.block_plan(mine)) is not None and plan.peak_bytes <= plan.budget_bytes
+    plan = plan_of(mine)
+    assert plan.peak_bytes <= plan.budget_bytes
 
 
 @pytest.mark.slow

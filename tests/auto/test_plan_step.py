@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from block_models import CPU, EXACT, Decoder, Layer, loss_of, plan_briefly, tokens
+from block_models import CPU, EXACT, Decoder, Layer, loss_of, tokens
 from torch import nn
 
 import monet_like
@@ -18,11 +18,6 @@ from monet_like.profile.measure import allocated_peak
 from monet_like.replay.verify.steps import resident_bytes
 
 Step = Callable[[nn.Module, torch.Tensor], Any]
-
-
-@pytest.fixture(autouse=True)
-def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan_briefly(monkeypatch.setattr)
 
 
 def one_after_the_other(model: nn.Module, x: torch.Tensor) -> None:

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from block_models import EXACT, Decoder, Layer, Short, loss_of, plan_briefly, tokens
+import torch
+from block_models import EXACT, Decoder, Short, loss_of, tokens
 
 import monet_like
 from monet_like.auto import block_menus
@@ -25,7 +26,6 @@ STAGES = (
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
     """What each stage was given; it takes all of it, by the clock of the plan."""
-    plan_briefly(monkeypatch.setattr)
     monkeypatch.setattr(block_menus, "QUICK_SECONDS", 20.0)
     found: list[tuple[str, float]] = []
     clock = SimpleNamespace(monotonic=lambda: sum(seconds for _, seconds in found if seconds < float("inf")))
@@ -44,8 +44,15 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
     return found
 
 
+class Other(Short):
+    """Another kind of block."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).sigmoid()
+
+
 def planned(effort: str, budget: str) -> None:
-    kinds = itertools.cycle((Short, Layer))
+    kinds = itertools.cycle((Short, Other))
     model = Decoder(lambda width: next(kinds)(width), blocks=4)
     monet_like.auto_schedule(
         model, tokens(), memory_budget=budget, blocks="layers.*", mode=EXACT, loss=loss_of, effort=effort

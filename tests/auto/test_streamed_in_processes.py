@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from block_models import loss_of, plan_briefly, train
+from block_models import loss_of, plan_briefly, plan_of, train
 from processes import together
 from streamed_models import adapted_decoder
 from torch import nn
@@ -73,8 +73,7 @@ def _replicated(rank: int, order: str) -> None:
     assert len(found) == len(expected) > 8
     assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(found, expected, strict=True))
     scheduled = mine if order == "before" else mine.module
-    plan = monet_like.block_plan(scheduled)
-    assert plan is not None
+    plan = plan_of(scheduled)
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, (plan.points, plan.seconds))
     assert every[0] == every[1]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from block_models import CPU, Decoder, assert_same_step, loss_of, measured_peak, plan_briefly, tokens, train
+from block_models import CPU, Decoder, assert_same_step, loss_of, measured_peak, plan_of, tokens, train
 from later import Later
 from quantised_nets import adapted, by_torchao, eight_bit, four_bit
-from streamed_models import Lora, adapted_decoder, stream
+from streamed_models import Lora, adapted_decoder, adapted_short, stream
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -35,17 +35,14 @@ safetensors = Later("safetensors.torch")
 QUICK: dict[str, Any] = {"exact": True, "effort": "quick", "loss": loss_of, "blocks": "layers.*"}
 
 
-@pytest.fixture(autouse=True)
-def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan_briefly(monkeypatch.setattr)
+def decoder(blocks: int = 4) -> Decoder:
+    return adapted_decoder(blocks, adapted_short)
 
 
 @pytest.fixture(scope="module")
-def scheduled() -> Iterator[nn.Module]:
+def scheduled() -> nn.Module:
     """A planned model, to be copied."""
-    with pytest.MonkeyPatch.context() as patch:
-        plan_briefly(patch.setattr)
-        yield monet_like.auto_schedule(adapted_decoder(), tokens(4, 8), memory_budget="85%", **QUICK)
+    return monet_like.auto_schedule(decoder(), tokens(4, 8), memory_budget="85%", **QUICK)
 
 
 @pytest.fixture
@@ -151,7 +148,7 @@ def test_writes_through_data_are_followed(scheduled: nn.Module) -> None:
     def all_written(factor: float) -> None:
         for model in models:
             for layer in model.layers:
-                layer.qkv.base.weight.data *= factor
+                layer.up.base.weight.data *= factor
 
     def evaluated(model: nn.Module) -> torch.Tensor:
         with torch.no_grad():
@@ -286,12 +283,12 @@ def test_faults_are_seen(scheduled: nn.Module, monkeypatch: pytest.MonkeyPatch, 
 
 def test_the_plan_streams_what_does_not_fit() -> None:
     """The layers are found. The predicted peak is the allocator's: on a CPU it counts the host's copies, too."""
-    plain, x = adapted_decoder(), tokens(2, 8)
+    plain, x = decoder(), tokens(2, 8)
     options = {**QUICK, "blocks": None}
     mine = monet_like.auto_schedule(copy.deepcopy(plain), x, memory_budget="80%", weights="auto", **options)
     assert [block._block_name for block in blocks_of(mine)] == [f"layers.{place}" for place in range(4)]
-    plan = monet_like.block_plan(mine)
-    assert plan is not None and any(point.ahead for point in plan.points)
+    plan = plan_of(mine)
+    assert any(point.ahead for point in plan.points)
     for seed in range(2):
         assert_same_step(plain, mine, x, seed)
     (made,) = {id(b._streamed.stream): b._streamed.stream for b in blocks_of(mine) if b._streamed}.values()
@@ -307,14 +304,14 @@ def test_the_plan_streams_what_does_not_fit() -> None:
 
 @pytest.mark.slow
 def test_nothing_is_streamed_that_fits() -> None:
-    mine = monet_like.auto_schedule(adapted_decoder(2), tokens(2, 8), memory_budget="100%", weights="auto", **QUICK)
-    plan = monet_like.block_plan(mine)
-    assert plan is not None and not any(point.ahead for point in plan.points)
+    mine = monet_like.auto_schedule(decoder(2), tokens(2, 8), memory_budget="100%", weights="auto", **QUICK)
+    plan = plan_of(mine)
+    assert not any(point.ahead for point in plan.points)
     assert all(block._streamed is None for block in blocks_of(mine))
 
 
 def test_a_change_is_refused_before_anything_is_changed() -> None:
-    plain, x = adapted_decoder(), tokens(2, 8)
+    plain, x = decoder(), tokens(2, 8)
     options = {**QUICK, "memory_budget": "80%", "weights": "auto"}
     mine = monet_like.auto_schedule(copy.deepcopy(plain), x, **options)
     last = blocks_of(mine)[-1]
@@ -353,16 +350,6 @@ def test_states_are_those_of_the_model(scheduled: nn.Module) -> None:
     other = {name: tensor + 1 for name, tensor in torch.load(file).items() if "base" in name}
     for model in (mine, resident):
         model.load_state_dict(other, strict=False)
-    assert_same_step(resident, mine, x)
-    for model in (mine, resident):
-        weight = model.layers[1].up.base.weight
-        weight.data = weight.data * 0.5
-    assert_same_step(resident, mine, x)
-    with torch.no_grad():
-        for model in (mine, resident):
-            model.layers[3].up.base.weight.mul_(2)
-    assert_same_step(resident, mine, x)
-    mine.to("cpu")
     assert_same_step(resident, mine, x)
     with pytest.raises(UsageError, match="cannot be copied"):
         copy.deepcopy(mine)
@@ -485,11 +472,11 @@ def test_what_is_refused_says_why() -> None:
     ):
         monet_like.auto_schedule(Decoder(), x, memory_budget="60%", weights="auto")
     with pytest.raises(UsageError, match="choose one of device, auto"):
-        monet_like.auto_schedule(adapted_decoder(1), x, blocks="layers.*", weights="host")
+        monet_like.auto_schedule(decoder(1), x, blocks="layers.*", weights="host")
     with pytest.raises(InfeasibleError, match="a weight that is trained stays on"):
         monet_like.auto_schedule(trained_model, x, memory_budget=50_000, weights="auto", **QUICK)
     with pytest.raises(InfeasibleError, match="or give weights='auto'"):
-        monet_like.auto_schedule(adapted_decoder(1), x, memory_budget=50_000, **QUICK)
+        monet_like.auto_schedule(decoder(1), x, memory_budget=50_000, **QUICK)
 
 
 def test_the_host_is_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -497,7 +484,7 @@ def test_the_host_is_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MonetError, match=r"weights of 10\.00 GB .* of which 8\.00 GB are available"):
         check_host(10 * 2**30, torch.device("cpu"))
     check_host(7 * 2**30, torch.device("cpu"))
-    mine = adapted_decoder()
+    mine = decoder()
     before = [parameter.data_ptr() for parameter in mine.parameters()]
     monkeypatch.setattr(weights_of, "available_bytes", lambda: 1000)
     with pytest.raises(MonetError, match="memory of the host"):
@@ -507,11 +494,11 @@ def test_the_host_is_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_weights_of_two_blocks_stay_resident() -> None:
-    model = adapted_decoder(3)
+    model = decoder(3)
     model.layers[1].up.base.weight = model.layers[0].up.base.weight
     model.head.weight = nn.Parameter(model.layers[2].up.base.weight.detach()[:50].clone(), False)
     names = [[weight.name for weight in own] for own in frozen_weights(model, list(model.layers))]
-    assert [len(own) for own in names] == [3, 3, 4]
+    assert [len(own) for own in names] == [1, 1, 2]
     assert all(not w.owner.requires_grad for own in frozen_weights(model, list(model.layers)) for w in own)
     assert replace(frozen_weights(model, list(model.layers))[2][0], name="x").plain
 
@@ -519,7 +506,7 @@ def test_weights_of_two_blocks_stay_resident() -> None:
 @pytest.mark.slow
 def test_later_plans_keep_what_is_streamed() -> None:
     """Of larger inputs, of layers that are trained later, and of a second start, which reads the plan."""
-    plain, x = adapted_decoder(), tokens(2, 8)
+    plain, x = decoder(), tokens(2, 8)
     options: dict[str, Any] = {**QUICK, "memory_budget": "85%", "weights": "auto"}
     mine = monet_like.auto_schedule(copy.deepcopy(plain), x, **options)
     again = monet_like.auto_schedule(copy.deepcopy(plain), x, **options)
@@ -529,10 +516,10 @@ def test_later_plans_keep_what_is_streamed() -> None:
     assert any(streamed_before)
     for form in (x.repeat(1, 2)[:, :9], x):
         assert_same_step(plain, mine, form)
-        plan = monet_like.block_plan(mine)
-        assert plan is not None and [point.ahead for point in plan.points] == streamed_before
+        plan = plan_of(mine)
+        assert [point.ahead for point in plan.points] == streamed_before
     for model in (plain, mine):
-        model.layers[1].out.weight.requires_grad_()
+        model.layers[1].down.base.weight.requires_grad_()
     with pytest.warns(UserWarning, match="trained now") as told:
         assert_same_step(plain, mine, x)
     assert sum("trained now" in str(one.message) for one in told) == 1
@@ -541,7 +528,7 @@ def test_later_plans_keep_what_is_streamed() -> None:
 
 @pytest.mark.slow
 def test_several_micro_batches() -> None:
-    plain, x = adapted_decoder(), tokens(4, 8)
+    plain, x = decoder(), tokens(4, 8)
     mine = monet_like.auto_schedule(
         copy.deepcopy(plain), memory_budget="80%", weights="auto", **{**QUICK, "loss": None}
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch.nn.functional as F
 from brief import be_brief
 from torch import nn
 
-from monet_like.auto import block_menus, block_plan
+from monet_like.auto import block_menus, block_plan, blocks
+from monet_like.auto.promise import BlockPlan
 from monet_like.capture.precision import autocast_as
 from monet_like.compiler import quick
 from monet_like.plan.bound import prices as block_bound
@@ -88,6 +90,13 @@ def loss_of(result: torch.Tensor) -> torch.Tensor:
     return result.float().square().mean()
 
 
+def plan_of(model: nn.Module) -> BlockPlan:
+    """The plan of a model's blocks, which there is."""
+    plan = blocks.block_plan(model)
+    assert plan is not None
+    return plan
+
+
 def train(model: nn.Module, x: torch.Tensor, seed: int = 1, autocast: str = "") -> torch.Tensor:
     """One step; the result is held until the backward has ended, as a training loop does.
 
@@ -99,6 +108,22 @@ def train(model: nn.Module, x: torch.Tensor, seed: int = 1, autocast: str = "") 
         result = model(x)
     loss_of(result).backward()
     return result
+
+
+def trained(
+    model: nn.Module, batches: Iterable[Any], loss: Callable[[Any], torch.Tensor] = lambda result: result
+) -> list[torch.Tensor]:
+    """Losses, gradients, parameters and buffers of a loop; a batch is the model's only argument, or keywords of it."""
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.001)
+    found: list[torch.Tensor] = []
+    for batch in batches:
+        optimizer.zero_grad()
+        value = loss(model(**copy.deepcopy(batch)) if isinstance(batch, dict) else model(batch))
+        value.backward()
+        optimizer.step()
+        found += [value.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+    return [*found, *(p.detach() for p in model.parameters()), *model.buffers()]
 
 
 def measured_peak(model: nn.Module, x: torch.Tensor, autocast: str = "") -> int:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-from block_models import Decoder, Layer
+from block_models import Decoder, Layer, Short
 from torch import nn
 
 from monet_like.auto.block import blocks_of
@@ -36,10 +36,18 @@ def adapted_layer(width: int) -> nn.Module:
     return layer
 
 
-def adapted_decoder(blocks: int = 4) -> Decoder:
+def adapted_short(width: int) -> nn.Module:
+    """A block of few operators of which adapters alone are trained."""
+    block = Short(width)
+    for name in ("up", "down"):
+        setattr(block, name, Lora(getattr(block, name)))
+    return block
+
+
+def adapted_decoder(blocks: int = 4, block: Callable[[int], nn.Module] = adapted_layer) -> Decoder:
     """A decoder of such layers."""
     torch.manual_seed(0)
-    model = Decoder(adapted_layer, blocks)
+    model = Decoder(block, blocks)
     model.embedding.requires_grad_(False)
     return model
 
