@@ -29,8 +29,8 @@ from ..replay.stepping import NewInput
 from ..replay.training_step import CompiledStep
 from ..replay.wrapper import ScheduleWrapper
 from ..runtime.offloaded_calls import Keeping, OffloadedCalls
-from .changed import Changed
 from .promise import BlockPlan
+from .rehearsal.counted import Changed
 from .rehearsal.stand_ins import Rehearsal
 from .shared_captures import SharedCaptures
 

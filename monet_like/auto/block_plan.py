@@ -44,12 +44,12 @@ from .block_menus import (
     record_of,
 )
 from .block_shares import OwnPlans, Share
-from .changed import Changed
-from .kept_plans import NOTHING, REFINED, KeptPlan, StepKey, most_of_rest
+from .kept_plans import NOTHING, REFINED, KeptPlan, StepKey, is_near, most_of_rest
 from .offloaded import can_offload, link_rate, lone_in_all, offload, room_on_host
 from .offloaded import in_words as offloaded_in_words
 from .planning import Settings
 from .promise import BlockPlan
+from .rehearsal.counted import Changed
 from .rehearsal.memory import Blocks, StepMemory, WholeStep
 from .streamed import in_words, stream, streaming_of, why_not_more
 from .whole_plan import is_of
@@ -178,7 +178,7 @@ def _kept_before(memory: StepMemory, first: Step, key: StepKey, settings: Settin
 
     def content() -> Any:
         whose = f"the blocks of {type(of.model).__name__} are"
-        found = key.find(settings, lambda kept: _fits(of, kept) and kept.same_rest(rest), whose)
+        found = key.find(settings, lambda kept: _fits(of, kept) and is_near(rest, kept.rest_bytes), whose)
         return found and found[0].content()
 
     found = planned_by(content, sharing)
@@ -213,7 +213,7 @@ def _reused(kept: KeptPlan, memory: StepMemory) -> Answer | None:
     moments = moments_of(step, kept.points)
     peak = max(count for _, count in moments) + kept.cublas_bytes
     fits = peak <= kept.budget_bytes and bytes_on_host(step, kept.points) <= memory.host_bytes
-    return (kept, moments, "") if fits and kept.same_peak(peak) else None
+    return (kept, moments, "") if fits and is_near(peak, kept.peak_bytes) else None
 
 
 class _Planner:

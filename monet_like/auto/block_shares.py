@@ -31,8 +31,8 @@ from .block_menus import (
     points_of_call,
     record_of,
 )
-from .changed import Changed
 from .planning import Settings
+from .rehearsal.counted import Changed
 
 
 @dataclass(frozen=True)
@@ -142,42 +142,47 @@ class OwnPlans:
         """
         key = digest_of_call(call), share
         if key not in self._found:
-            self._found[key] = self._planned(call, share, key[0])
+            try:
+                self._found[key] = self._planned(call, share, key[0])
+            except InfeasibleError as error:
+                self._found[key] = error
         found = self._found[key]
         if isinstance(found, InfeasibleError):
             raise found
         return found
 
-    def _planned(self, call: BlockCall, share: Share, digest: str) -> ScheduleRecord | InfeasibleError | None:
+    def _planned(self, call: BlockCall, share: Share, digest: str) -> ScheduleRecord | None:
         deadline = Deadline.of(self.settings)
         with Progress(quiet=True) as progress:
             if digest not in self._costs:
                 device, costs = call.captured.device, deadline.part(COSTS_SHARE)
                 self._costs[digest] = costs_of_call(call, digest, device, self.settings, progress, costs)
             ready = self._costs[digest]
+            program = ready.captured.program
             changed = tuple(sorted(share.changed.values(ready.captured)))
             kind, lone = Kind(digest, share.held_in(ready.captured), changed), share.lone_in(ready.captured)
             link = self.link if share.offloaded_bytes else 0.0
-            taken = self.settings.earlier.taken
-            points = points_of_call(ready, kind, self.settings, progress, deadline, link, lone)
-            plain = plain_point(ready, kind)
-            fitting = [point for point in points if share.has_room(point, ready.captured.program)]
-            if not fitting and self.settings.earlier.taken > taken:  # those of other sizes do not do
-                self.settings.earlier.clear()
+
+            def fastest() -> Point:
                 points = points_of_call(ready, kind, self.settings, progress, deadline, link, lone)
-                fitting = [point for point in points if share.has_room(point, ready.captured.program)]
-        if fitting:
-            return record_of(call, ready, min(fitting, key=lambda point: point.numbers))
-        if share.has_room(plain, ready.captured.plain):
-            return None
-        _, where, needed, there = min(share.excess(point, ready.captured.program) for point in points)
-        return InfeasibleError(
-            f"no schedule for {specs_in_words(call.inputs)} fits what the plan of the whole step leaves to the block: "
-            f"{where} it needs {format_bytes(needed)} ({needed} bytes) of {format_bytes(there)} ({there} bytes); plan "
-            "with the largest inputs, with all layers that are to be trained, or give a larger memory_budget",
-            needed,
-            call.request.expression,
-        )
+                if fitting := [point for point in points if share.has_room(point, program)]:
+                    return min(fitting, key=lambda point: point.numbers)
+                _, where, needed, there = min(share.excess(point, program) for point in points)
+                raise InfeasibleError(
+                    f"no schedule for {specs_in_words(call.inputs)} fits what the plan of the whole step leaves to the "
+                    f"block: {where} it needs {format_bytes(needed)} ({needed} bytes) of {format_bytes(there)} "
+                    f"({there} bytes); plan with the largest inputs, with all layers that are to be trained, or give a "
+                    "larger memory_budget",
+                    needed,
+                    call.request.expression,
+                )
+
+            try:
+                return record_of(call, ready, self.settings.earlier.tried(fastest, "alone"))
+            except InfeasibleError:
+                if share.has_room(plain_point(ready, kind), ready.captured.plain):
+                    return None
+                raise
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OwnPlans, (self.settings, self.link)

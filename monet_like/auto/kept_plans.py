@@ -214,16 +214,10 @@ class KeptPlan:
             raise ScheduleFileError(f"{path} is no whole plan: no JSON: {error}") from None
         return KeptPlan.of_content(content, str(path))
 
-    def same_rest(self, rest_bytes: int) -> bool:
-        """Whether the rest of the model takes as much memory as when this was planned."""
-        return abs(rest_bytes - self.rest_bytes) <= OTHER_SHARE * self.rest_bytes
 
-    def same_peak(self, peak_bytes: int) -> bool:
-        """Whether the step with these schedules has the peak that was planned.
-
-        With a lower one, faster ones may fit.
-        """
-        return abs(peak_bytes - self.peak_bytes) <= OTHER_SHARE * self.peak_bytes
+def is_near(found_bytes: int, planned_bytes: int) -> bool:
+    """Whether a step takes as much memory as when it was planned; where it takes less, faster schedules may fit."""
+    return abs(found_bytes - planned_bytes) <= OTHER_SHARE * planned_bytes
 
 
 def most_of_rest(step: Step) -> int:

@@ -10,7 +10,6 @@ registered shares nothing.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,33 +83,29 @@ class SharedCaptures:
     def keep(self, block: nn.Module, call: Any, captured: Captured) -> None:
         """Keep a program for equal blocks."""
         outline = outline_of(block)
-        if outline is None or captured.reads is None or captured.constants.tensors or _sets_own(captured):
+        sets_own = captured.effects is not None and not captured.effects.shared  # objects that no other block has
+        if outline is None or captured.reads is None or captured.constants.tensors or sets_own:
             return
-        if not any(known.captured is captured for known in self._found):
+        if self._of(captured) is None:
             self._found = [*self._found[1 - KEPT :], _Shared(call, outline, captured)]
 
     def step(self, captured: Captured, schedule: Schedule, *, fused: bool) -> CompiledStep | None:
         """The compiled step of an equal block by the same schedule, as an object of its own; None if there is none."""
-        for known in self._found:
-            if known.captured is captured and (schedule, fused) in known.steps:
-                return copy.copy(known.steps[schedule, fused])
-        return None
+        known = self._of(captured)
+        return copy.copy(known.steps.get((schedule, fused))) if known else None
 
     def keep_step(self, captured: Captured, schedule: Schedule, step: CompiledStep, *, fused: bool) -> None:
         """Keep a compiled step for blocks that share its program."""
-        for known in self._found:
-            if known.captured is captured:
-                known.steps[schedule, fused] = copy.copy(step)
+        if known := self._of(captured):
+            known.steps[schedule, fused] = copy.copy(step)
+
+    def _of(self, captured: Captured) -> _Shared | None:
+        return next((known for known in self._found if known.captured is captured), None)
 
 
 def _reads_alike(captured: Captured, block: nn.Module) -> bool:
     """Whether all Python values that a program's block reads are the same in another block."""
     return captured.reads is not None and captured.reads.of(block).change() is None
-
-
-def _sets_own(captured: Captured) -> bool:
-    """Whether a block sets one of its own objects somewhere, which another block does not have."""
-    return captured.effects is not None and not captured.effects.shared
 
 
 def outline_of(block: nn.Module) -> Any:
@@ -144,13 +139,10 @@ def outline_of(block: nn.Module) -> Any:
 def _look(tensor: torch.Tensor) -> Any:
     """All of a tensor but its content; None for a tensor of a class, or with attributes, whose meaning is not known."""
     own = [(name, form_of_plain(value)) for name, value in sorted(vars(tensor).items())]
-    if type(tensor) not in _PLAIN_TYPES or tensor.layout != torch.strided or _unknown(own):
+    unknown = any(form is None for _, form in own)
+    if type(tensor) not in _PLAIN_TYPES or tensor.layout != torch.strided or unknown:
         return None
     storage = tensor.untyped_storage().nbytes(), tensor.storage_offset()
     flags = tensor.requires_grad, tensor.is_leaf, tensor.is_conj(), tensor.is_neg(), bool(tensor._backward_hooks)
     looks = tensor.dtype, tensor.device, tuple(tensor.shape), tensor.stride()
     return type(tensor), *looks, *storage, *flags, tuple(own)
-
-
-def _unknown(attributes: Iterable[tuple[str, Any]]) -> bool:
-    return any(form is None for _, form in attributes)

@@ -76,16 +76,16 @@ def plan_or_load(request: Request, settings: Settings, device: torch.device, cap
         return record
     quick = settings.quick and not key.refines(settings)
 
-    def keep_named(record: ScheduleRecord, point: Point) -> None:
-        named = replace(settings, budget=Budget(record.budget_bytes))
-        _key(request, named, device, piece, None).keep(_alone(record, point), quick=True)
-
     try:
-        record, point = _compiled(request, settings, device, captured, piece, plain, keep_named, quick=quick)
-    except InfeasibleError:
+        record, point = _compiled(request, settings, device, captured, piece, plain, quick=quick)
+    except (InfeasibleError, SolverError) as error:
+        error.plain_peak_bytes = plain() or error.plain_peak_bytes
+        if (named := _named(request, error)) is not None:
+            within = replace(settings, budget=Budget(named[0].budget_bytes))
+            _key(request, within, device, piece, None).keep(_alone(*named), quick=True)
         if not quick and (record := kept(replace(settings, effort="quick"))) is not None:
             return record  # the search for a better one has found none that fits
-        raise
+        raise _in_words(error, request, settings.budget, quick=quick) from None
     place = key.keep(_alone(record, point), quick=quick)
     how = f"{format_seconds(time.monotonic() - started)}{REFINED if quick and settings.refines else ''}"
     _tell(record, f"planned in {how}, kept in {place}", settings.verbose)
@@ -138,7 +138,6 @@ def _compiled(
     captured: Captured,
     piece: str,
     counted: Callable[[], int | None],
-    keep_named: Callable[[ScheduleRecord, Point], None],
     *,
     quick: bool,
 ) -> tuple[ScheduleRecord, Point]:
@@ -149,10 +148,9 @@ def _compiled(
 
     Args:
         counted: plain PyTorch's peak, see `plain_peak`; where it is None the program tells.
-        keep_named: keeps the plan for the budget that an error names.
 
     Raises:
-        InfeasibleError: nothing fits.
+        InfeasibleError, SolverError: nothing fits.
         ProfileError: an operator could not be measured.
     """
     source, budget = Cached.of(device), settings.budget
@@ -187,11 +185,6 @@ def _compiled(
                     raise
                 record = _plain_record(request, ready, budget.of(plain), plain)
                 return record, _point(ready, record)
-    except (InfeasibleError, SolverError) as error:
-        error.plain_peak_bytes = eager or error.plain_peak_bytes
-        if (named := _named(request, error)) is not None:
-            keep_named(*named)
-        raise _in_words(error, request, budget, quick=quick) from None
     except OutOfMemory as error:
         tried = re.search(r"[Tt]ried to allocate ([\d.]+ ?\w+)", error.told)
         raise ProfileError(

@@ -274,27 +274,19 @@ class Job:
 
     def _rows(self) -> list[tuple[str, str]]:
         """The model and the figures that are known, as (what, text)."""
-        request, program, known = self.request, self.program, self.source.known
+        request, program = self.request, self.program
         inputs = ", ".join(f"{spec.dtype}{list(spec.shape)}" for spec in input_specs(*request.example))
+        tasks = f"{len(program.tasks)} forward tasks, {len(program.slots)} backward slots"
         count, held = program.parameters
-        rows = [
-            ("model", f"{request.expression}, {inputs}, {request.mode}"),
-            (
-                "program",
-                f"{len(program.tasks)} forward tasks, {len(program.slots)} backward slots, "
-                f"{count} parameters in {format_bytes(held)}",
-            ),
-        ]
-        if self._ready is None and not isinstance(known, DeviceLimits):
-            return [*rows, ("costs", f"not measured yet, on {self.device}"), ("plain PyTorch", "not known yet")]
-        plain = self.plain  # of datasheet rates: nothing is measured
+        costs, plain = f"not measured yet, on {self.device}", "not known yet"
+        if self._ready is not None or isinstance(self.source.known, DeviceLimits):  # nothing is measured for this
+            costs, step = repr(self.profile), self.plain
+            plain = f"peak {format_bytes(step.peak_bytes)}, step {format_seconds(step.seconds)} (predicted)"
         return [
-            *rows,
-            ("costs", repr(self.profile)),
-            (
-                "plain PyTorch",
-                f"peak {format_bytes(plain.peak_bytes)}, step {format_seconds(plain.seconds)} (predicted)",
-            ),
+            ("model", f"{request.expression}, {inputs}, {request.mode}"),
+            ("program", f"{tasks}, {count} parameters in {format_bytes(held)}"),
+            ("costs", costs),
+            ("plain PyTorch", plain),
         ]
 
     def __repr__(self) -> str:

@@ -23,10 +23,6 @@ def _identity(function: Any) -> Any:
     return getattr(function, "__qualname__", None) or repr(function), getattr(function, "__self__", None).__class__
 
 
-def _hashed(of: Any) -> str:
-    return hashlib.sha256(repr(of).encode()).hexdigest()
-
-
 class Part(nn.Module):
     """A range of a recording as a module on the meta device.
 
@@ -91,7 +87,7 @@ class Part(nn.Module):
             for number in call.makes:
                 places.setdefault(number, len(places))
         gives = [places[number] for number in self.gives] if exact else []
-        return _hashed((found, list(self.held), gives))
+        return hashlib.sha256(repr((found, list(self.held), gives)).encode()).hexdigest()
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The results of the range's calls."""

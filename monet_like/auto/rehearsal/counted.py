@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from ...capture.captured import Captured
@@ -64,6 +66,28 @@ def changed_values(events: Sequence[Event]) -> dict[int, frozenset[int]]:
     for event in events:
         found[event.call.block] = found.get(event.call.block, frozenset()) | event.call.changed
     return found
+
+
+@dataclass(frozen=True)
+class Changed:
+    """Inputs and results of a block, by their places, that the rest of the model changes in place, as in ``x +=
+    block(x)``. Of what a schedule keeps of them there is a copy, since autograd takes no tensor that has changed.
+    """
+
+    inputs: tuple[int, ...] = ()
+    results: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(values: Collection[int], captured: Captured) -> Changed:
+        """Those values of a program."""
+        results = tuple(place for place, tensor in enumerate(captured.outputs) if tensor.value in values)
+        return Changed(tuple(place for place, value in enumerate(captured.inputs) if value in values), results)
+
+    def values(self, captured: Captured) -> frozenset[int]:
+        """As values of another call's program, as far as it has so many inputs and results."""
+        inputs = (captured.inputs[place] for place in self.inputs if place < len(captured.inputs))
+        results = (captured.outputs[place].value for place in self.results if place < len(captured.outputs))
+        return frozenset(chain(inputs, results))
 
 
 def _ends(captured: Captured) -> Iterator[int]:

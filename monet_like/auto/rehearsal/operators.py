@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +13,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ...capture.captured import TensorMeta
 from ...ops.recurrent import ONEDNN_LAYER, onednn_layer
 from ...profile.measure import allocated_peak
 from ...runtime.questions import Look, made_like
@@ -23,23 +24,6 @@ SMALL_BYTES = 2**24
 
 class NotOnFakes(Exception):
     """Fake tensors do not tell what this step does: it has to be run on real ones."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How an argument that is a tensor lies."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    nbytes: int
-    offset: int
-    device: torch.device
-
-    def made(self) -> torch.Tensor:
-        """Such a tensor, which an operator may read and change."""
-        whole = torch.zeros(self.nbytes // self.dtype.itemsize, dtype=self.dtype, device=self.device)
-        return whole.as_strided(self.shape, self.stride, self.offset)
 
 
 @dataclass(frozen=True)
@@ -54,7 +38,7 @@ class Operator:
     """An operator on arguments of some sizes, without the arguments.
 
     Attributes:
-        leaves: its arguments, one after the other; a `Layout` in the place of a tensor, `_Drawn` in that of a
+        leaves: its arguments, one after the other; a `TensorMeta` in the place of a tensor, `_Drawn` in that of a
             generator.
     """
 
@@ -72,8 +56,8 @@ class Operator:
     @cached_property
     def touched_bytes(self) -> int:
         """Of the tensors among its arguments."""
-        sizes = (math.prod(each.shape) * each.dtype.itemsize for each in self.leaves if isinstance(each, Layout))
-        return sum(sizes)
+        tensors = (each for each in self.leaves if isinstance(each, TensorMeta))
+        return sum(math.prod(each.shape) * each.dtype.itemsize for each in tensors)
 
     @property
     def is_small(self) -> bool:
@@ -128,8 +112,7 @@ def relaid(func: Any, result: Any, looks: Sequence[Look]) -> Any:
 
 def _described(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
-        size = leaf.untyped_storage().nbytes()
-        return Layout(tuple(leaf.shape), leaf.stride(), leaf.dtype, size, int(leaf.storage_offset()), leaf.device)
+        return TensorMeta.of(leaf)
     return _Drawn(leaf.device) if isinstance(leaf, torch.Generator) else leaf
 
 
@@ -137,7 +120,13 @@ def _alike(leaf: Any) -> Any:
     """Something of the same kind and size that an operator may read and change."""
     if isinstance(leaf, _Drawn):
         return torch.Generator(leaf.device)
-    return leaf.made() if isinstance(leaf, Layout) else leaf
+    return made_as(leaf, torch.zeros) if isinstance(leaf, TensorMeta) else leaf
+
+
+def made_as(meta: TensorMeta, make: Callable[..., torch.Tensor] = torch.empty) -> torch.Tensor:
+    """A tensor that lies so, alone in a storage of that size."""
+    whole = make(meta.storage_bytes // meta.dtype.itemsize, dtype=meta.dtype, device=meta.device)
+    return whole.as_strided(meta.shape, meta.stride, meta.offset)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from ...capture.example_inputs import may_be_saved, version_of
 from ...capture.trees import taken_apart
 from ...replay.checks.one_pass import apart, refuse
 from ...replay.training_step import as_captured
+from .operators import made_as
 
 Kind = Literal["forward", "forward done", "backward", "dropped", "backward done"]
 
@@ -135,7 +136,7 @@ class Rehearsal:
         self.reach("forward", call)
         with torch.no_grad(), _without_cached_casts():
             if self.fake and captured.effects is None:  # there is nothing to be computed
-                results = list(_made(captured))
+                results = [made_as(captured.metas[tensor.value]) for tensor in captured.outputs]
             else:
                 results = list(_results(captured, forward()))
         call.made = frozenset(StorageWeakRef(result.untyped_storage()) for result in results)
@@ -190,16 +191,7 @@ def _results(captured: Captured, result: Any) -> Iterator[torch.Tensor]:
         if found.untyped_storage().nbytes() != meta.storage_bytes:
             yield found.clone()
             continue
-        made = torch.empty(meta.storage_bytes, dtype=torch.uint8, device=found.device).view(found.dtype)
-        yield made.as_strided(found.shape, found.stride(), found.storage_offset()).copy_(found).detach()
-
-
-def _made(captured: Captured) -> Iterator[torch.Tensor]:
-    """As `_results`, of no content."""
-    for tensor in captured.outputs:
-        meta = captured.metas[tensor.value]
-        made = torch.empty(meta.storage_bytes, dtype=torch.uint8, device=captured.device).view(meta.dtype)
-        yield made.as_strided(meta.shape, meta.stride, meta.offset)
+        yield made_as(TensorMeta.of(found)).copy_(found).detach()
 
 
 class _Head(torch.autograd.Function):
@@ -280,8 +272,9 @@ class _Body(torch.autograd.Function):
         # A schedule's gradient is added to one that exists and freed before the next one is made; so zeros take no
         # memory.
         there += [False] * (len(ctx.like) - len(there))
-        makers = ((_nothing if exists else _zeros, meta) for exists, meta in zip(there, ctx.like, strict=True))
-        gradients: list[torch.Tensor | None] = [make(meta) for make, meta in makers]
+        gradients: list[torch.Tensor | None] = [
+            _nothing(meta) if exists else meta.empty().zero_() for exists, meta in zip(there, ctx.like, strict=True)
+        ]
         rehearsal.reach("backward done", call)
         gradients[:0] = [None, None, None]
         handed = tuple(gradients)
@@ -301,10 +294,6 @@ def _noted(node: Any, hook: Callable[..., Any]) -> Any:
 
 
 _Body._backward_cls.register_prehook = _noted
-
-
-def _zeros(meta: TensorMeta) -> torch.Tensor:
-    return meta.empty().zero_()
 
 
 def _nothing(meta: TensorMeta) -> torch.Tensor:
