@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from block_models import EXACT, Decoder, Layer, Short, assert_same_step, loss_of, tokens
+from block_models import EXACT, Decoder, Short, assert_same_step, loss_of, tokens
 from torch import nn
 
 import monet_like
@@ -65,7 +65,7 @@ def planned(plain: nn.Module, x: torch.Tensor, changes: Sequence[Callable[[Any],
 
 
 def test_equal_blocks_are_captured_once(captures: list[int]) -> None:
-    plain, x = Decoder(Layer, 4), tokens(8, 16)
+    plain, x = Decoder(blocks=4), tokens(8, 16)
     mine = planned(plain, x)
     for seed in range(2):
         assert_same_step(plain, mine, x, seed)
