@@ -12,31 +12,13 @@ from typing import Any
 from ..errors import InfeasibleError, SolverError
 from ..ir.program import Cost, Program
 from ..ir.schedule import Schedule
-from ..ir.simulate import Report
 from . import plan
 from .analysis import floor_bytes
-from .ilp.lowest_peak import Lowest, find_lowest, find_quickly
+from .ilp.lowest_peak import Smallest, find_lowest, find_quickly
 from .ilp.search import find_within
 from .local_search.searcher import smallest_known
 from .result import Plan
-from .subprogram import has_overlap, plans_without_refused, without_overlap
-
-
-@dataclass(frozen=True)
-class Smallest:
-    """The smallest budget that is known to do.
-
-    Attributes:
-        schedule, report: of a schedule with the lowest peak that was found.
-        proven_bytes: no schedule at all has a lower peak than this.
-        step: the task that needs the most memory in the schedule.
-    """
-
-    schedule: Schedule
-    report: Report
-    proven_bytes: int
-    step: str
-
+from .subprogram import plans_without_overlap, plans_without_refused
 
 #: Sizes of a step that are tried at most: batches, lengths.
 MOST_SIZE = 1 << 24
@@ -60,6 +42,7 @@ def largest_size(fits: Callable[[int], bool], begin: int = 1, *, powers: bool = 
 
 
 @plans_without_refused
+@plans_without_overlap
 def smallest_budget(
     program: Program,
     costs: Mapping[str, Cost],
@@ -78,27 +61,20 @@ def smallest_budget(
     Raises:
         SolverError: not even one schedule was found.
     """
-    if has_overlap(program):  # overlapped copies hold their values for longer, not shorter
-        small = without_overlap(program)
-        smallest = smallest_budget(
-            small.program, costs, extra_bytes=extra_bytes, solver=solver, time_limit_seconds=time_limit_seconds
-        )
-        return replace(smallest, schedule=small.whole(smallest.schedule))
     started = time.monotonic()
     known = smallest_known(program, costs, extra_bytes=extra_bytes)
     if known is None:
         raise SolverError("the search found no schedule of this program at all")
     proven, _ = floor_bytes(program, costs, extra_bytes)
-    found = find_lowest(
+    return find_lowest(
         program,
         costs,
-        Lowest(*known, proven),
+        Smallest(*known, proven),
         lambda budget, seconds: find_within(program, costs, budget, seconds, solver, extra_bytes),
         extra_bytes=extra_bytes,
         solver=solver,
         seconds=time_limit_seconds - (time.monotonic() - started),
     )
-    return Smallest(found.schedule, found.report, found.proven_bytes, found.report.peak_step.task)
 
 
 @dataclass(frozen=True)
@@ -186,22 +162,16 @@ def percent_per_tenth(points: Sequence[FrontPoint]) -> tuple[float | None, ...]:
 
 
 @plans_without_refused
-def lowest_quickly(program: Program, costs: Mapping[str, Cost], *, extra_bytes: int = 0) -> Lowest | None:
+@plans_without_overlap
+def lowest_quickly(program: Program, costs: Mapping[str, Cost], *, extra_bytes: int = 0) -> Smallest | None:
     """The schedule with the lowest peak that a plan falls back to where nothing fits; so a plan within it is found."""
-    if has_overlap(program):
-        small = without_overlap(program)
-        quick = lowest_quickly(small.program, costs, extra_bytes=extra_bytes)
-        return quick and replace(quick, schedule=small.whole(quick.schedule))
     known = smallest_known(program, costs, extra_bytes=extra_bytes)
-    return known and Lowest(*known, floor_bytes(program, costs, extra_bytes)[0])
+    return known and Smallest(*known, floor_bytes(program, costs, extra_bytes)[0])
 
 
 @plans_without_refused
+@plans_without_overlap
 def fits(program: Program, costs: Mapping[str, Cost], budget_bytes: int, *, extra_bytes: int = 0) -> Schedule | None:
     """A schedule within the budget, however slow its step, if one is found in seconds; see `find_quickly`."""
-    if has_overlap(program):
-        small = without_overlap(program)
-        quick = fits(small.program, costs, budget_bytes, extra_bytes=extra_bytes)
-        return None if quick is None else small.whole(quick)
     found = find_quickly(program, costs, budget_bytes, extra_bytes=extra_bytes)
     return found.schedule if found is not None and found.report.peak_bytes <= budget_bytes else None

@@ -119,7 +119,7 @@ def hide(
 ) -> tuple[Schedule, Report]:
     """Overlap the schedule's copies with computing, as far as that makes it faster within the budget."""
     report = simulate(program, schedule, costs, extra_bytes=extra_bytes)
-    for moves in (*_sends(program, schedule), *_fetches(program, schedule)):
+    for moves in _moves(program, schedule):
         best = schedule, report
         for move in moves:
             try:
@@ -133,42 +133,28 @@ def hide(
     return schedule, report
 
 
-_Move = Callable[[Schedule], Schedule]
+def _moves(program: Program, schedule: Schedule) -> Iterator[list[Callable[[Schedule], Schedule]]]:
+    """For every copy of a schedule, in order, the changes that overlap it; the shortest overlap first.
 
-
-def _sends(program: Program, schedule: Schedule) -> Iterator[list[_Move]]:
-    """For every send of a schedule, in order, the changes that overlap it with the forward; the shortest
-    overlap first.
+    A send ends later in the forward, a fetch starts before an earlier slot.
     """
-    for whole in schedule.forward:
-        if program.tasks[whole].copies == "whole":
-            yield [
-                lambda now, whole=whole, start=start, end=end: replace(  # type: ignore[misc]
-                    now, forward=tuple(sorted({*now.forward, start, end} - {whole}))
-                )
-                for start, end in _starts_and_ends(program, whole)
-            ]
-
-
-def _fetches(program: Program, schedule: Schedule) -> Iterator[list[_Move]]:
-    """For every fetch, in order, the changes that start it before an earlier slot; the nearest slot first."""
-    for slot, tasks in enumerate(schedule.again):
+    for stage, tasks in enumerate((schedule.forward, *schedule.again)):
+        begins = [stage - ahead for ahead in AHEAD if ahead < stage] if stage else [0]
         for whole in tasks:
             if program.tasks[whole].copies == "whole":
                 yield [
-                    lambda now, whole=whole, slot=slot, start=start, end=end, early=early: _started(  # type: ignore[misc]
-                        now, slot, whole, early, start, end
-                    )
+                    functools.partial(_overlapped, whole=whole, stage=stage, begin=begin, start=start, end=end)
                     for start, end in _starts_and_ends(program, whole)
-                    for early in [slot - ahead for ahead in AHEAD if ahead <= slot]
+                    for begin in begins
                 ]
 
 
-def _started(schedule: Schedule, slot: int, whole: int, early: int, start: int, end: int) -> Schedule:
-    again = list(schedule.again)
-    again[slot] = tuple(sorted({*again[slot], end} - {whole}))
-    again[early] = tuple(sorted({*again[early], start}))
-    return replace(schedule, again=tuple(again))
+def _overlapped(schedule: Schedule, *, whole: int, stage: int, begin: int, start: int, end: int) -> Schedule:
+    """The copy ``whole`` of a stage as a task that starts it in stage ``begin``, and one that ends it."""
+    stages = [schedule.forward, *schedule.again]
+    stages[stage] = tuple(sorted({*stages[stage], end} - {whole}))
+    stages[begin] = tuple(sorted({*stages[begin], start}))
+    return replace(schedule, forward=stages[0], again=tuple(stages[1:]))
 
 
 def _starts_and_ends(program: Program, whole: int) -> list[tuple[int, int]]:

@@ -17,11 +17,14 @@ class _Draw:
         self.program, self.rng, self.drop, self.others = program, rng, drop, others
         self.have: set[int] = set()
 
+    def makers(self, value: int, stage: str) -> list[int]:
+        """The tasks that may write a value in the forward (``first``) or during the backward (``again``)."""
+        tasks, outputs = self.program.tasks, self.program.outputs
+        able = [i for i in self.program.producers[value] if tasks[i].runs in ("both", stage)]
+        return [i for i in able if stage == "first" or set(tasks[i].writes).isdisjoint(outputs)]
+
     def producer(self, value: int, stage: str) -> int:
-        allowed = [i for i in self.program.producers[value] if self.program.tasks[i].runs in ("both", stage)]
-        allowed = [
-            i for i in allowed if stage == "first" or set(self.program.tasks[i].writes).isdisjoint(self.program.outputs)
-        ]
+        allowed = self.makers(value, stage)
         plain = [i for i in allowed if self.program.tasks[i].variant == "aten"]
         if not allowed:
             raise ScheduleError("no producer")
@@ -36,13 +39,6 @@ class _Draw:
             self.make(read, stage, chosen)
         chosen.add(index)
         self.have.update(task.writes)
-
-    def droppable(self, value: int) -> bool:
-        return any(
-            self.program.tasks[i].runs in ("both", "again")
-            and set(self.program.tasks[i].writes).isdisjoint(self.program.outputs)
-            for i in self.program.producers[value]
-        )
 
 
 def random_schedule(
@@ -77,13 +73,13 @@ def _one(program: Program, draw: _Draw, rng: random.Random) -> Schedule:
     wanted = [*program.outputs, *(v for slot, way in zip(program.slots, ways, strict=True) for v in slot[way].reads)]
     wanted += [value for value in _kept_to_run_again(program) if rng.random() < draw.others]
     for value in wanted:
-        if program.values[value].kind == "forward" and _first(program, value):
+        if program.values[value].kind == "forward" and draw.makers(value, "first"):
             draw.make(value, "first", forward)
     again = []
     for slot, way in zip(program.slots, ways, strict=True):
         chosen: set[int] = set()
         if any(program.values[v].kind == "forward" for way_ in slot for v in way_.reads):
-            dropped = {v for v in draw.have if draw.rng.random() < draw.drop and draw.droppable(v)}
+            dropped = {v for v in draw.have if draw.rng.random() < draw.drop and draw.makers(v, "again")}
             draw.have -= dropped - set(program.outputs)
         for value in slot[way].reads:
             draw.make(value, "again", chosen)
@@ -107,7 +103,3 @@ def _kept_to_run_again(program: Program) -> list[int]:
         if (makers := [program.tasks[i] for i in program.producers[value]])
         and all(task.runs == "first" and task.writes == (value,) for task in makers)
     ]
-
-
-def _first(program: Program, value: int) -> bool:
-    return any(program.tasks[i].runs in ("both", "first") for i in program.producers[value])

@@ -11,15 +11,14 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from ..errors import MonetError, ProfileError
 from ..ir.program import REFUSED, Cost, Program, Task
 from ..ir.schedule import Schedule
 from ..ir.simulate import cost_of
 
-Options = ParamSpec("Options")
-Answer = TypeVar("Answer")
+Ask = TypeVar("Ask", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -125,32 +124,36 @@ def without_refused(program: Program, costs: Mapping[str, Cost]) -> Subprogram |
     return Subprogram.of(program, tasks, ways)
 
 
-def plans_without_refused(
-    ask: Callable[Concatenate[Program, Mapping[str, Cost], Options], Answer],
-) -> Callable[Concatenate[Program, Mapping[str, Cost], Options], Answer]:
-    """Decorator: ``ask`` sees programs without refused tasks, and its schedules are translated to the whole program.
+def _plans_of_a_part(
+    part_of: Callable[[Program, Mapping[str, Cost]], Subprogram | None],
+) -> Callable[[Ask], Ask]:
+    """A decorator: the function sees part of a program, and its schedules are translated to the whole program.
 
-    So no planner meets a cost that is not a number.
-
-    Args:
-        ask: returns a schedule, an object with a field ``schedule``, or None; its option ``start``, if any, is a
-            schedule. Everything else in its answer, such as the report, is the same for both programs.
+    It returns a schedule, an object with a field ``schedule``, or None; its option ``start``, if any, is a schedule.
+    Everything else in its answer, such as the report, is the same for both programs.
     """
 
-    @functools.wraps(ask)
-    def asked(program: Program, costs: Mapping[str, Cost], *args: Options.args, **options: Options.kwargs) -> Answer:
-        left = without_refused(program, costs)
-        if left is None:
-            return ask(program, costs, *args, **options)
-        if isinstance(start := options.get("start"), Schedule):
-            options["start"] = left.part(start)
-        finite = {key: cost for key, cost in costs.items() if cost != REFUSED}
-        with left.planning():
-            answer: Any = ask(left.program, finite, *args, **options)
-        if isinstance(answer, Schedule):
-            answer = left.whole(answer)
-        elif answer is not None:
-            answer = replace(answer, schedule=left.whole(answer.schedule))
-        return cast(Answer, answer)
+    def decorator(ask: Ask) -> Ask:
+        @functools.wraps(ask)
+        def asked(program: Program, costs: Mapping[str, Cost], *args: Any, **options: Any) -> Any:
+            part = part_of(program, costs)
+            if part is None:
+                return ask(program, costs, *args, **options)
+            if options.get("start") is not None:
+                options["start"] = part.part(options["start"])
+            finite = {key: cost for key, cost in costs.items() if cost != REFUSED}
+            with part.planning():
+                answer = ask(part.program, finite, *args, **options)
+            if isinstance(answer, Schedule):
+                return part.whole(answer)
+            return answer and replace(answer, schedule=part.whole(answer.schedule))
 
-    return asked
+        return cast(Ask, asked)
+
+    return decorator
+
+
+#: Decorator: the function sees no task that the device refuses, and no cost that is not a number.
+plans_without_refused = _plans_of_a_part(without_refused)
+#: Decorator: the function sees only copies for which the step waits. Overlapped ones hold their values for longer.
+plans_without_overlap = _plans_of_a_part(lambda program, _: without_overlap(program) if has_overlap(program) else None)

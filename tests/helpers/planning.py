@@ -104,9 +104,7 @@ def best_point(problem: MatrixProgram) -> Any:
 def solve_exactly(formulation: Formulation, every_row: bool = False) -> tuple[Schedule, float] | None:
     """Solve, adding the run rows that a schedule breaks, or all of them at once."""
     if every_row:
-        for t in formulation.stages:
-            for group in range(len(formulation.needs.groups)):
-                formulation.add_run_row(t, group)
+        formulation.add_run_rows(formulation.stages)
     while True:
         problem = formulation.matrix()
         x = best_point(problem)
@@ -117,10 +115,9 @@ def solve_exactly(formulation: Formulation, every_row: bool = False) -> tuple[Sc
         if report.peak_bytes <= formulation.budget:
             return schedule, (problem.offset + float(problem.cost @ x)) * problem.seconds_per_unit
         assert not every_row, "all rows stand, and yet the schedule is over the budget"
-        runs = [(0, p) for p in schedule.forward]
-        for slot, tasks in enumerate(schedule.again):
-            runs += [(slot + 1, p) for p in (*tasks, -1)]
-        broken = [run for step, run in zip(report.steps, runs, strict=True) if step.bytes > formulation.budget]
+        broken = [
+            run for step, run in zip(report.steps, schedule.runs(), strict=True) if step.bytes > formulation.budget
+        ]
         assert all(p >= 0 for _, p in broken), "a slot is over the budget, whose row stands from the start"
         added = [formulation.add_run_row(t, formulation.group_of[p]) for t, p in broken]
         assert any(added)

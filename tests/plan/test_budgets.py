@@ -86,9 +86,7 @@ def test_several_reruns_of_a_task_reach_lower_budgets_than_one_each() -> None:
                 reruns = [formulation.e[p, t] for p in group for t in formulation.stages[1:] if (p, t) in formulation.e]
                 if most is not None and reruns:
                     formulation.builder.at_most(total(reruns), Expr(most))
-            for t in formulation.stages:
-                for group in range(len(formulation.needs.groups)):
-                    formulation.add_run_row(t, group)
+            formulation.add_run_rows(formulation.stages)
             seconds = optimum(formulation.matrix())
             if seconds is not None:
                 lowest.setdefault(most, budget)

@@ -187,7 +187,7 @@ def milp(
         costs = {key: cost for key, cost in costs.items() if cost != REFUSED}
     formulation = Formulation(program, costs, budget_bytes, extra_bytes, options or Options(), start)
     if complete:
-        formulation.add_all_run_rows()
+        formulation.add_run_rows(formulation.stages)
     matrix = formulation.matrix()
     if matrix.contradiction:
         raise InfeasibleError(f"no schedule fits into {format_bytes(budget_bytes)} (proven); give more memory")

@@ -56,13 +56,12 @@ Three options make the program smaller and are *not* exact:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from ...ir.simulate import cost_of
 from ...solvers.matrix import ONE, ZERO, Expr, MatrixProgram, total
-from ..analysis import (
-    net_workspace,
-)
+from ..analysis import net_workspace
 from .columns import Columns
 
 
@@ -76,8 +75,7 @@ class Formulation(Columns):
             self._read_rows(stage)
             self._overwrite_rows(stage)
         self._slot_rows()
-        for group in range(len(self.needs.groups)):
-            self.add_run_row(0, group)
+        self.add_run_rows((0,))
 
     # ---- rows ---------------------------------------------------------------------------------------------
 
@@ -175,9 +173,9 @@ class Formulation(Columns):
         self._fits(parts, t, group)
         return True
 
-    def add_all_run_rows(self) -> None:
-        """Add every row (9): then the program is no relaxation, but the whole."""
-        for t in self.stages:
+    def add_run_rows(self, stages: Iterable[int]) -> None:
+        """Add every row (9) of these stages; with those of all, the program is no relaxation, but the whole."""
+        for t in stages:
             for group in range(len(self.needs.groups)):
                 self.add_run_row(t, group)
 

@@ -42,17 +42,22 @@ FindWithin = Callable[[int, float], tuple[Schedule, Report]]
 
 
 @dataclass(frozen=True)
-class Lowest:
-    """A schedule with a low peak, and a bound.
+class Smallest:
+    """The smallest budget that is known to do.
 
     Attributes:
-        schedule, report: of the lowest peak that was found.
+        schedule, report: of a schedule with the lowest peak that was found.
         proven_bytes: no schedule at all has a lower peak than this.
     """
 
     schedule: Schedule
     report: Report
     proven_bytes: int
+
+    @property
+    def step(self) -> str:
+        """The task that needs the most memory in the schedule."""
+        return self.report.peak_step.task
 
 
 def smallest_known_budget(report: Report) -> str:
@@ -68,14 +73,14 @@ def is_small(program: Program) -> bool:
 def find_lowest(
     program: Program,
     costs: Mapping[str, Cost],
-    known: Lowest,
+    known: Smallest,
     find: FindWithin | None,
     *,
     enough_bytes: int = 0,
     extra_bytes: int = 0,
     solver: str = "HIGHS",
     seconds: float = SECONDS,
-) -> Lowest:
+) -> Smallest:
     """Lower the peak of a known schedule, down to ``enough_bytes``.
 
     Args:
@@ -100,11 +105,11 @@ def find_lowest(
         target = enough_bytes if close else max(enough_bytes, (low + peak) // 2)
         try:
             schedule, report = find(target, left / 2)
-            best = Lowest(schedule, report, best.proven_bytes)
+            best = Smallest(schedule, report, best.proven_bytes)
         except InfeasibleError as error:
             low = target
             if error.proven:
-                best = Lowest(best.schedule, best.report, max(best.proven_bytes, target + 1))
+                best = Smallest(best.schedule, best.report, max(best.proven_bytes, target + 1))
         except SolverError:
             low = target
     return best
@@ -119,7 +124,7 @@ def find_quickly(
     seconds: float = SECONDS,
     enough: Callable[[bool], bool] = lambda fits: False,
     **options: Any,
-) -> Lowest | None:
+) -> Smallest | None:
     """A schedule within the budget by local search; where it finds none, one with the lowest peak that is found.
 
     For small programs an integer program finds the lowest peak to the byte, and thereby whether anything fits.
@@ -133,13 +138,13 @@ def find_quickly(
     floor, _ = floor_bytes(program, costs, extra_bytes)
     known: tuple[Schedule, Report] | None = None
 
-    def start(**more: Any) -> Lowest | None:
+    def start(**more: Any) -> Smallest | None:
         found = find_start(
             program, costs, budget_bytes, extra_bytes=extra_bytes, **{"enough": enough, **options, **more}
         )
         if found is None:
             return None
-        return Lowest(found, simulate(program, found, costs, extra_bytes=extra_bytes), floor)
+        return Smallest(found, simulate(program, found, costs, extra_bytes=extra_bytes), floor)
 
     if (
         floor <= budget_bytes and is_small(program) and start(evaluations=0) is None
@@ -149,7 +154,7 @@ def find_quickly(
             lowest = minimise_peak(
                 program,
                 costs,
-                Lowest(*known, floor),
+                Smallest(*known, floor),
                 budget_bytes,
                 extra_bytes=extra_bytes,
                 seconds=min(seconds, SECONDS),
@@ -159,19 +164,19 @@ def find_quickly(
     if floor <= budget_bytes and (found := start()) is not None:
         return found
     known = known or smallest_known(program, costs, extra_bytes=extra_bytes, enough=lambda: enough(False))
-    return None if known is None else Lowest(*known, floor)
+    return None if known is None else Smallest(*known, floor)
 
 
 def minimise_peak(
     program: Program,
     costs: Mapping[str, Cost],
-    known: Lowest,
+    known: Smallest,
     enough_bytes: int = 0,
     *,
     extra_bytes: int = 0,
     solver: str = "HIGHS",
     seconds: float = SECONDS,
-) -> Lowest:
+) -> Smallest:
     """The lowest peak by one integer program, without restrictions; arguments as for `find_lowest`.
 
     Given enough time, the peak and the bound meet to the byte, but for solvers' tolerance of about a millionth.
@@ -183,7 +188,9 @@ def minimise_peak(
     low = max(known.proven_bytes, enough_bytes)
     above = known.report.peak_bytes - low
     formulation = Formulation(program, costs, low, extra_bytes, above_bytes=above)
-    _add_rows(formulation)
+    groups = len(formulation.needs.groups)
+    if len(formulation.stages) * groups * len(formulation.tracked) <= MOST_ROW_PARTS:
+        formulation.add_run_rows(formulation.stages)  # else those that a solution breaks are added later
     best = known
     while best.report.peak_bytes > max(best.proven_bytes, enough_bytes) and (left := ends - time.monotonic()) > 0:
         start = encode(formulation, best.schedule, check=False)
@@ -195,7 +202,7 @@ def minimise_peak(
         if found.bound_seconds > max(0.25, 1e-6 * above) and found.status != "infeasible":  # a known one is feasible
             # Rows admit half a byte more than they say, so a peak of n bytes above has a share of n - 1/2 bytes.
             proven = low + ceil(min(found.bound_seconds, above) + 0.5 - max(0.25, 1e-6 * above))
-            best = Lowest(best.schedule, best.report, max(best.proven_bytes, min(proven, best.report.peak_bytes)))
+            best = Smallest(best.schedule, best.report, max(best.proven_bytes, min(proven, best.report.peak_bytes)))
         if found.x is None:
             break
         schedule = decode(formulation, found.x)
@@ -204,19 +211,10 @@ def minimise_peak(
         except ScheduleError:  # seconds cost nothing here, so it may make a value twice, which not every task may do
             break
         if report.peak_bytes < best.report.peak_bytes:
-            best = Lowest(schedule, report, best.proven_bytes)
+            best = Smallest(schedule, report, best.proven_bytes)
         claimed = low + above * float(found.x[formulation.over_column]) + 0.5
         steps = zip(report.steps, schedule.runs(), strict=True)
         over = [(t, formulation.group_of[p]) for step, (t, p) in steps if p >= 0 and step.bytes > claimed]
         if sum(formulation.add_run_row(t, group) for t, group in over) == 0:
             break
     return best
-
-
-def _add_rows(formulation: Formulation) -> None:
-    """Add all memory rows of runs where they are few; otherwise those that a solution breaks are added later."""
-    groups = range(len(formulation.needs.groups))
-    if len(formulation.stages) * len(groups) * len(formulation.tracked) <= MOST_ROW_PARTS:
-        for t in formulation.stages:
-            for group in groups:
-                formulation.add_run_row(t, group)

@@ -131,9 +131,7 @@ class RowGeneration:
         from ...solvers.interface import solve
 
         for attempt in range(1, REPAIRS + 1):
-            for t in set(stages):
-                for group in range(len(self.formulation.needs.groups)):
-                    self.formulation.add_run_row(t, group)
+            self.formulation.add_run_rows(set(stages))
             x = encode(self.formulation, schedule, check=False)
             if x is None or self.time_left() < 2:
                 return

@@ -33,7 +33,7 @@ from ..local_search.searcher import Searcher, find_start
 from ..result import Plan
 from .columns import Options, estimated_columns
 from .formulation import Formulation
-from .lowest_peak import FindWithin, Lowest, find_lowest, is_small, smallest_known_budget
+from .lowest_peak import FindWithin, Smallest, find_lowest, is_small, smallest_known_budget
 from .primal_recovery import recover_plan
 from .row_generation import RowGeneration
 from .search_state import SearchState
@@ -254,7 +254,7 @@ class Search(SearchState):
             return
         begin = time.monotonic()
         found = find_lowest(
-            self.program, self.costs, Lowest(*self.lowest, self.lower_bound[0]), find, enough_bytes=self.budget_bytes,
+            self.program, self.costs, Smallest(*self.lowest, self.lower_bound[0]), find, enough_bytes=self.budget_bytes,
             extra_bytes=self.extra_bytes, solver=self.solver, seconds=self.left + self.time_limit_seconds,
         )  # fmt: skip
         self.lowest = found.schedule, found.report

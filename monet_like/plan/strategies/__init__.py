@@ -56,30 +56,38 @@ class Strategy(Protocol):
     ) -> Plan: ...
 
 
-def from_schedule(name: str, make: Callable[..., Schedule]) -> Strategy:
-    """The strategy whose schedule ``make`` returns.
+def from_schedule(name: str, make: Callable[..., Any]) -> Strategy:
+    """The strategy of a function that returns a schedule or a plan.
 
     Args:
         name: of the strategy, for `Plan.found_by`.
-        make: called as ``make(program, costs, budget_bytes, extra_bytes=..., **options)``.
+        make: called as ``make(program, costs, budget_bytes, extra_bytes=..., **options)``, with those settings of
+            `Strategy` that it names; with ``**options`` it gets all.
+
+    Raises:
+        UsageError: it does not take these arguments.
     """
+    parameters = inspect.signature(make).parameters
+    try:
+        inspect.signature(make).bind(None, None, 0, extra_bytes=0)
+    except TypeError as error:
+        raise UsageError(
+            f"strategy {name} must be a function (program, costs, budget_bytes, *, extra_bytes=0): {error}"
+        ) from None
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
     def strategy(
-        program: Program,
-        costs: Mapping[str, Cost],
-        budget_bytes: int,
-        *,
-        solver: str = "",
-        time_limit_seconds: float = 0.0,
-        gap: float = 0.0,
-        threads: int = 1,
-        extra_bytes: int = 0,
-        progress: Callable[[str], None] | None = None,
-        **options: Any,
+        program: Program, costs: Mapping[str, Cost], budget_bytes: int, *, extra_bytes: int = 0, **settings: Any
     ) -> Plan:
         started = time.monotonic()
-        schedule = make(program, costs, budget_bytes, extra_bytes=extra_bytes, **options)
-        return _judged(name, program, costs, schedule, extra_bytes, time.monotonic() - started)
+        if not takes_all:
+            settings = {key: value for key, value in settings.items() if key in parameters or key not in _SETTINGS}
+        found = make(program, costs, budget_bytes, extra_bytes=extra_bytes, **settings)
+        if isinstance(found, Plan):
+            return found
+        if not isinstance(found, Schedule):
+            raise UsageError(f"strategy {name} returned {type(found).__name__}, not a Schedule or a Plan")
+        return _judged(name, program, costs, found, extra_bytes, time.monotonic() - started)
 
     return strategy
 
@@ -123,6 +131,7 @@ def heuristic(program: Program, costs: Mapping[str, Cost], budget_bytes: int, **
         InfeasibleError: nothing fits.
         SolverError: it found nothing that fits.
     """
+    options = {name: value for name, value in options.items() if name not in _SETTINGS}
     try:
         found = find_quickly(program, costs, budget_bytes, **options)
     except KeyboardInterrupt:  # end at once with the start that needs no annealing, as solvers end with their incumbent
@@ -188,7 +197,7 @@ def register_strategy(make: Function, *, name: str = "") -> Function:
     if chosen in STRATEGIES:
         advice = "" if chosen in _BUILT_IN else f", or unregister_strategy({chosen!r}) first"
         raise UsageError(f"there is a strategy {chosen!r} already; give another name{advice}")
-    STRATEGIES[chosen] = _registered(chosen, make)
+    STRATEGIES[chosen] = from_schedule(chosen, make)
     return make
 
 
@@ -202,33 +211,6 @@ def unregister_strategy(name: str) -> None:
         registered = ", ".join(sorted(STRATEGIES.keys() - _BUILT_IN)) or "none"
         raise UsageError(f"no strategy {name!r} has been registered; registered: {registered}")
     del STRATEGIES[name]
-
-
-def _registered(name: str, make: Callable[..., Any]) -> Strategy:
-    """The strategy of a function that returns a schedule or a plan, and takes the settings that it names."""
-    parameters = inspect.signature(make).parameters
-    try:
-        inspect.signature(make).bind(None, None, 0, extra_bytes=0)
-    except TypeError as error:
-        raise UsageError(
-            f"strategy {name} must be a function (program, costs, budget_bytes, *, extra_bytes=0): {error}"
-        ) from None
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-
-    def strategy(
-        program: Program, costs: Mapping[str, Cost], budget_bytes: int, *, extra_bytes: int = 0, **settings: Any
-    ) -> Plan:
-        started = time.monotonic()
-        if not takes_all:
-            settings = {key: value for key, value in settings.items() if key in parameters or key not in _SETTINGS}
-        found = make(program, costs, budget_bytes, extra_bytes=extra_bytes, **settings)
-        if isinstance(found, Plan):
-            return found
-        if not isinstance(found, Schedule):
-            raise UsageError(f"strategy {name} returned {type(found).__name__}, not a Schedule or a Plan")
-        return _judged(name, program, costs, found, extra_bytes, time.monotonic() - started)
-
-    return strategy
 
 
 def check_strategy(name: str) -> None:

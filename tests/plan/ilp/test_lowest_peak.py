@@ -22,7 +22,7 @@ from monet_like.plan import plan
 from monet_like.plan.analysis import floor_bytes
 from monet_like.plan.budgets import fits, pareto, smallest_budget
 from monet_like.plan.ilp import lowest_peak
-from monet_like.plan.ilp.lowest_peak import Lowest, find_lowest, minimise_peak
+from monet_like.plan.ilp.lowest_peak import Smallest, find_lowest, minimise_peak
 from monet_like.plan.ilp.search import Search
 from monet_like.plan.local_search.searcher import find_start, smallest_known
 from monet_like.profile.devices import DEVICES
@@ -59,7 +59,7 @@ def test_lowest_peak_is_found_and_proven_to_the_byte() -> None:
         known = smallest_known(program, costs)
         assert known is not None
         least = least_peak(program, costs)
-        found = minimise_peak(program, costs, Lowest(*known, 0)) if least else Lowest(*known, 0)
+        found = minimise_peak(program, costs, Smallest(*known, 0)) if least else Smallest(*known, 0)
         assert found.report == simulate(program, found.schedule, costs)
         assert (found.report.peak_bytes, found.proven_bytes) == (least, least), seed
         lower += found.report.peak_bytes < known[1].peak_bytes
@@ -156,7 +156,7 @@ def test_larger_programs_are_bisected_down_to_the_wanted_budget() -> None:
     program, costs = program_of(215)
     known = smallest_known(program, costs)
     assert known is not None
-    large = Lowest(known[0], simulate(program, known[0], costs, extra_bytes=1000), 400)
+    large = Smallest(known[0], simulate(program, known[0], costs, extra_bytes=1000), 400)
     asked: list[int] = []
 
     def ask(budget: int, seconds: float) -> Any:
@@ -173,7 +173,7 @@ def test_larger_programs_are_bisected_down_to_the_wanted_budget() -> None:
         assert found.proven_bytes == 400
         assert 600 <= found.report.peak_bytes <= 606
         asked.clear()
-        assert find_lowest(program, costs, Lowest(large.schedule, large.report, 40), ask).proven_bytes == 529
+        assert find_lowest(program, costs, Smallest(large.schedule, large.report, 40), ask).proven_bytes == 529
         asked.clear()
         found = find_lowest(program, costs, large, ask, enough_bytes=650)
         assert min(asked) == found.report.peak_bytes == 650
@@ -187,7 +187,7 @@ def test_a_quick_search_gives_the_integer_program_no_more_seconds_than_it_has(mo
     program, costs = program_of(HARD[0])
     given: list[float] = []
 
-    def minimise(*args: Any, seconds: float, **options: Any) -> Lowest:
+    def minimise(*args: Any, seconds: float, **options: Any) -> Smallest:
         given.append(seconds)
         return minimise_peak(*args, **options)
 
