@@ -15,23 +15,15 @@ from monet_like.ir.units import GIB, KIB, MIB, format_bytes, format_seconds, par
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("10", 10 * 2**30),
         (10, 10 * 2**30),
         ("5.5", 5_905_580_032),
-        (5.5, 5_905_580_032),
         (".5", 2**29),
-        ("1e-3", 1_073_741),
         (1e-06, 1073),
         ("1e1", 10 * 2**30),
-        ("565 MB", 592_445_440),
         ("565MB", 592_445_440),
-        ("8 GB", 8 * 2**30),
-        ("8 GiB", 8 * 2**30),
-        ("8 gib", 8 * 2**30),
         ("  8   gb ", 8 * 2**30),
         ("1.5 KiB", 1536),
         ("1 TB", 2**40),
-        ("12345 b", 12345),
         ("1 B", 1),
     ],
 )
@@ -81,14 +73,10 @@ def test_usage_errors_are_value_errors_of_the_family() -> None:
         (0, "0 B"),
         (1023, "1023 B"),
         (KIB, "1.0 KB"),
-        (3277, "3.2 KB"),
         (MIB - 1, "1024.0 KB"),
-        (MIB, "1.0 MB"),
         (592_445_440, "565.0 MB"),
         (GIB, "1.00 GB"),
-        (10 * GIB, "10.00 GB"),
         (-2 * GIB, "-2.00 GB"),
-        (-100, "-100 B"),
     ],
 )
 def test_format_bytes(count: int, expected: str) -> None:
@@ -103,41 +91,15 @@ def test_shown_amounts_can_be_typed_again(count: int) -> None:
 @pytest.mark.parametrize(
     ("seconds", "expected"),
     [
-        (1.234, "1.23 s"),
-        (1.0, "1.00 s"),
         (61.5, "61.50 s"),
-        (0.0456, "45.6 ms"),
+        (1.0, "1.00 s"),
         (0.001, "1.0 ms"),
         (7.8e-6, "7.8 us"),
-        (0.0, "0.0 us"),
         (-0.5, "-500.0 ms"),
     ],
 )
 def test_format_seconds(seconds: float, expected: str) -> None:
     assert format_seconds(seconds) == expected
-
-
-def test_monets_twelve_modes() -> None:
-    assert set(MONET_MODES) == {
-        "normal",
-        "conv_normal",
-        "multiway",
-        "newnode",
-        "multiway_newnode",
-        "conv_multiway_newnode",
-        "inplace_normal",
-        "inplace_conv_normal",
-        "inplace_multiway",
-        "inplace_newnode",
-        "inplace_multiway_newnode",
-        "inplace_conv_multiway_newnode",
-    }
-    assert len(MONET_MODES) == 12
-
-
-@pytest.mark.parametrize("mode", MONET_MODES)
-def test_every_monet_mode_means_its_words(mode: str) -> None:
-    assert parse_mode(mode) == {word for word in ("inplace", "conv", "multiway", "newnode") if word in mode}
 
 
 def test_any_combination_in_any_order() -> None:
@@ -153,13 +115,9 @@ def test_any_combination_in_any_order() -> None:
     [
         ("inplace_conv_multiwya_newnode", "multiwya"),
         ("", ""),
-        ("inplace__conv", ""),
-        ("_inplace", ""),
         ("conv_", ""),
         ("NORMAL", "NORMAL"),
         ("inplace-conv", "inplace-conv"),
-        ("inplace conv", "inplace conv"),
-        (" normal", " normal"),
     ],
 )
 def test_unknown_words(mode: str, word: str) -> None:
@@ -173,17 +131,7 @@ def test_unknown_words(mode: str, word: str) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [
-        "conv_conv",
-        "normal_normal",
-        "inplace_conv_multiway_inplace",
-        "lowp8_lowp8",
-        "dropit0.9_dropit0.5",
-        "offload_offload",
-    ],
-)
+@pytest.mark.parametrize("mode", ["conv_conv", "inplace_normal_multiway_normal", "dropit0.9_dropit0.5"])
 def test_repeated_words(mode: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_mode(mode)

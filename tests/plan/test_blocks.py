@@ -16,7 +16,6 @@ from random_programs import random_program
 from steps import point, random_step
 
 from monet_like.errors import SolverError
-from monet_like.ir.program import Program
 from monet_like.ir.schedule import Schedule
 from monet_like.ir.simulate import simulate
 from monet_like.ir.step import peak_of, seconds_of
@@ -96,10 +95,6 @@ def test_gradients_that_are_added_to_earlier_ones_are_freed(seed: int) -> None:
     assert late.adding_peak_bytes == late.backward_peak_bytes == early.backward_peak_bytes
     earlier = sum(program.values[v].bytes for v, s in made.items() if s < len(program.slots) - 1)
     assert early.backward_peak_bytes - earlier <= early.adding_peak_bytes <= early.backward_peak_bytes
-
-
-def extended(program: Program, rest_bytes: int) -> Program:
-    return with_rest(program, {}, rest_bytes)[0]
 
 
 @pytest.mark.parametrize("seed", range(20))

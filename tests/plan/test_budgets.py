@@ -8,14 +8,11 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from planning import ROOT, chain_of, network, optimum, peak
+from planning import ROOT, network, peak
 from random_programs import best_seconds, random_program
 
 from monet_like.cli.group import main
-from monet_like.plan.bound.relaxation import block_program
 from monet_like.plan.budgets import MOST_SIZE, largest_size, pareto, seconds_per_gigabyte, smallest_budget
-from monet_like.plan.ilp.formulation import Formulation
-from monet_like.solvers.matrix import Expr, total
 
 CHAIN = f"{ROOT / 'tests' / 'helpers' / 'chain.py'}:chain"
 QUICK = ["--profile", "roofline:a100", "--time-limit", "3"]
@@ -29,25 +26,6 @@ def test_smallest_budget_is_the_lowest_peak_of_all_schedules() -> None:
         assert best_seconds(program, costs, lowest) is not None, seed
         assert found.proven_bytes <= lowest
         assert best_seconds(program, costs, lowest - 1) is None, seed
-
-
-def test_relaxation_bounds_every_schedule_and_often_equals_the_best() -> None:
-    tried = tight = 0
-    for seed in range(30):
-        program, costs = random_program(random.Random(seed), 4)
-        budget = program.resident_bytes + 14
-        best = best_seconds(program, costs, budget)
-        if best is None:
-            continue
-        for alone in ((), (0, 2)):
-            slots = [slot for slot in alone if slot < len(program.slots)]
-            bound = optimum(block_program(program, costs, budget, slots).matrix)
-            assert bound is not None, (seed, alone)
-            assert bound <= best + 1e-6, (seed, alone)
-            tried += 1
-            tight += bound >= best - 1e-6
-    assert tried > 25
-    assert tight > 0.7 * tried
 
 
 def test_pareto_front_has_the_fastest_plan_at_every_budget() -> None:
@@ -72,30 +50,6 @@ def test_seconds_saved_per_gigabyte() -> None:
     expected = (one.report.seconds - other.report.seconds) / ((top - top // 2) / 2**30)
     assert seconds_per_gigabyte(points) == (pytest.approx(expected), None)
     assert expected > 0
-
-
-def test_several_reruns_of_a_task_reach_lower_budgets_than_one_each() -> None:
-    """A chain of 10 equal links: with one rerun each it needs more memory, and where both fit it is slower."""
-    program, costs = chain_of(10)
-    lowest: dict[int | None, int] = {}
-    at_six: dict[int | None, float] = {}
-    for most in (1, None):
-        for budget in range(4, 9):
-            formulation = Formulation(program, costs, budget)
-            for group in formulation.needs.groups:
-                reruns = [formulation.e[p, t] for p in group for t in formulation.stages[1:] if (p, t) in formulation.e]
-                if most is not None and reruns:
-                    formulation.builder.at_most(total(reruns), Expr(most))
-            formulation.add_run_rows(formulation.stages)
-            seconds = optimum(formulation.matrix())
-            if seconds is not None:
-                lowest.setdefault(most, budget)
-                at_six.setdefault(most, 0.0)
-                if budget == 6:
-                    at_six[most] = seconds
-    assert lowest[None] < lowest[1]
-    if at_six[1]:
-        assert at_six[None] <= at_six[1]
 
 
 def run(*arguments: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -54,15 +53,6 @@ def by_highs(path: Path) -> dict[str, float]:
     return dict(zip(model.col_names_, values, strict=True))
 
 
-def by_cbc(path: Path) -> dict[str, float]:
-    answer = path.with_suffix(".txt")
-    command = [CBC, str(path), "-ratio", "0", "-solve", "-printingOptions", "all", "-solution", str(answer)]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
-    lines = answer.read_text().splitlines()
-    assert lines[0].startswith("Optimal")
-    return {name: float(value) for _, name, value, _ in (line.split() for line in lines[1:])}
-
-
 def check(whole: Milp, solved: Any, seconds: float) -> None:
     formulation = whole._formulation
     assert whole.seconds(solved) == pytest.approx(seconds, rel=1e-6)
@@ -72,12 +62,11 @@ def check(whole: Milp, solved: Any, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("ending", ["mps", "lp"])
-@pytest.mark.parametrize("solve", [by_highs, by_cbc])
-def test_other_solvers_find_the_planners_optimum_in_the_written_file(ending: str, solve: Any, tmp_path: Path) -> None:
+def test_another_solver_finds_the_planners_optimum_in_the_written_file(ending: str, tmp_path: Path) -> None:
     whole, seconds = small()
     path = tmp_path / f"step.{ending}"
     whole.write(path)
-    values = solve(path)
+    values = by_highs(path)
     check(whole, values, seconds)
     assert values[CONSTANT] == 1.0
     assert set(whole.columns) <= set(values)

@@ -8,14 +8,12 @@ from dataclasses import replace
 import pytest
 from planning import instance, solve_exactly
 from random_programs import ProgramMaker, best_seconds, random_program
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 from monet_like.ir.program import Cost, Program, Task, Value
 from monet_like.ir.schedule import Schedule, prune
 from monet_like.ir.simulate import simulate
 from monet_like.plan.analysis import find_needs
 from monet_like.plan.baseline import store_all
-from monet_like.plan.bound.relaxation import block_program
 from monet_like.plan.ilp.columns import Options
 from monet_like.plan.ilp.decode import decode, encode
 from monet_like.plan.ilp.formulation import Formulation
@@ -98,17 +96,6 @@ def test_a_copy_is_gone_once_the_value_is_made_again() -> None:
     assert found[0].again == ((1, 2),)
 
 
-def test_memory_rows_four_bytes_too_loose_are_noticed() -> None:
-    """The comparison can fail: with a budget 4 bytes off, the program and the brute force disagree."""
-    wrong = 0
-    for seed in range(60):
-        program, costs, budget = instance(seed, 4)
-        loose = solve_exactly(Formulation(program, costs, budget + 4))
-        wanted = best_seconds(program, costs, budget)
-        wrong += (None if loose is None else simulate(program, loose[0], costs).seconds) != wanted
-    assert wrong > 5
-
-
 def test_encode_is_the_inverse_of_decode() -> None:
     tried = 0
     for seed in range(60):
@@ -125,7 +112,7 @@ def test_encode_is_the_inverse_of_decode() -> None:
     assert tried > 30
 
 
-def test_optimum_lies_between_the_relaxation_and_the_restricted_program() -> None:
+def test_restricted_programs_are_no_faster() -> None:
     checked = 0
     for seed in range(100, 160):
         program, costs, budget = instance(seed, 4)
@@ -134,15 +121,6 @@ def test_optimum_lies_between_the_relaxation_and_the_restricted_program() -> Non
         if restricted is not None:
             assert exact is not None
             assert restricted[1] >= exact[1] - 1e-6, seed
-        if exact is not None:
-            slots = [slot for slot in (0, 2) if slot < len(program.slots)]
-            problem = block_program(program, costs, budget, slots).matrix
-            if problem.columns == 0:
-                continue
-            rows = LinearConstraint(problem.matrix, problem.lower, problem.upper)
-            answer = milp(problem.cost, constraints=rows, bounds=Bounds(0, 1), integrality=problem.integral.astype(int))
-            assert answer.status == 0
-            assert (answer.fun + problem.offset) * problem.seconds_per_unit <= exact[1] + 1e-6, seed
             checked += 1
     assert checked > 15
 
