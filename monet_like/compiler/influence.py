@@ -23,16 +23,9 @@ def influences(captured: Captured, estimated: Mapping[str, Cost]) -> dict[str, f
     """
     found: dict[str, float] = defaultdict(float)
     program = captured.program
-    for task in captured.every_task():
-        if task.cost:
-            found[task.cost] += 0.0
-    for task in program.tasks:
+    for task in (*program.tasks, *(way for slot in program.slots if len(slot) > 1 for way in slot)):
         if task.cost:
             found[task.cost] += _seconds(estimated[task.cost])
-    for slot in program.slots:
-        for way in slot:
-            if way.cost and len(slot) > 1:
-                found[way.cost] += _seconds(estimated[way.cost])
     return found
 
 

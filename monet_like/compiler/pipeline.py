@@ -69,8 +69,6 @@ def compile_schedule(
     *,
     profile: Profile | DeviceLimits | None = None,
     save_profile: Callable[[Profile], None] | None = None,
-    progress: Progress | None = None,
-    plan_progress: Callable[[str], None] | None = None,
     captured: Captured | None = None,
     quick: bool = False,
 ) -> Compiled:
@@ -87,14 +85,9 @@ def compile_schedule(
             Memory is as exact as otherwise. Nothing is saved.
     """
     ready = prepare(
-        request, device, profile=profile, save_profile=save_profile, progress=progress, captured=captured,
-        budget=budget,
-        quick=quick,
-    )  # fmt: skip
-    return compile_prepared(
-        request, ready, budget, device, quick=quick, save_profile=save_profile, progress=progress,
-        plan_progress=plan_progress,
-    )[1]  # fmt: skip
+        request, device, profile=profile, save_profile=save_profile, captured=captured, budget=budget, quick=quick
+    )
+    return compile_prepared(request, ready, budget, device, quick=quick, save_profile=save_profile)[1]
 
 
 def compile_prepared(

@@ -165,7 +165,12 @@ class ScheduleRecord:
             ScheduleFileError: missing, truncated, hostile, of another format or version, or with a wrong field.
         """
         found = read_bytes(path, "schedule")
-        content = _read_json(found, path) if found[:1] == b"{" else load_plain(found, path)  # no pickle begins so
+        if found[:1] != b"{":  # no pickle begins so
+            return ScheduleRecord.of_content(load_plain(found, path), str(path))
+        try:
+            content = json.loads(found)
+        except (ValueError, RecursionError) as error:  # the latter: nested too deeply
+            raise ScheduleFileError(f"{path} is damaged (no JSON: {error}); solve again") from None
         return ScheduleRecord.of_content(content, str(path))
 
     @staticmethod
@@ -201,18 +206,6 @@ class ScheduleRecord:
         except ValueError as error:
             raise ScheduleFileError(f"{path} is damaged: {error}; solve again") from None
         return record
-
-
-def _read_json(text: bytes, path: Path) -> Any:
-    """The content of a schedule file that is JSON.
-
-    Raises:
-        ScheduleFileError: it is not whole.
-    """
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:  # the latter: nested too deeply
-        raise ScheduleFileError(f"{path} is damaged (no JSON: {error}); solve again") from None
 
 
 #: Elements of an input: more, PyTorch cannot count the bytes of.

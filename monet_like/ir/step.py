@@ -237,24 +237,20 @@ def with_offloads(step: Step) -> Step | None:
     """The step with `Moment.moving`; None if its backwards do not run in the reverse order of its forwards, all of
     these before: then nothing says what comes back next.
     """
-    waiting: list[int] = []
+    waiting: list[int | None] = []
     moments, moving, before = [], None, "backward"
     for moment in step.moments:
-        if moment.running is None:
-            moments.append(replace(moment, moving=moving))
-            continue
-        if moment.stage == "forward":
-            if before == "backward" and waiting:
-                return None
-            moments.append(replace(moment, moving=moving))
-            waiting.append(moment.running)
-            moving = moment.running
-        else:
+        if moment.stage == "backward":
             if not waiting or waiting.pop() != moment.running:
                 return None
             moving = waiting[-1] if waiting else None
-            moments.append(replace(moment, moving=moving))
-        before = moment.stage
+        elif moment.stage == "forward" and before == "backward" and waiting:
+            return None
+        moments.append(replace(moment, moving=moving))
+        if moment.stage == "forward":
+            waiting.append(moment.running)
+            moving = moment.running
+        before = moment.stage or before
     return None if waiting else replace(step, moments=tuple(moments))
 
 

@@ -20,7 +20,6 @@ def pulp_problem(
     columns: Sequence[str] | None = None,
     rows: Sequence[str] | None = None,
     *,
-    name: str = "plan",
     start: NDArray[Any] | None = None,
 ) -> Any:
     """The program as a `pulp.LpProblem`.
@@ -28,7 +27,6 @@ def pulp_problem(
     Args:
         problem: each of its rows is an equality or has an upper bound only.
         columns, rows: names of the columns and rows, all different; default: x and r with numbers.
-        name: of the problem.
         start: a point, for solvers that take one (``warmStart=True``).
     """
     import numpy as np
@@ -36,7 +34,7 @@ def pulp_problem(
 
     columns = columns or numbered("x", problem.columns)
     rows = rows or numbered("r", problem.rows)
-    result = pulp.LpProblem(name, pulp.LpMinimize)
+    result = pulp.LpProblem("plan", pulp.LpMinimize)
     kinds = np.where(problem.integral, pulp.LpInteger, pulp.LpContinuous).tolist()
     variables = [result.add_variable(title, 0, 1, kind) for title, kind in zip(columns, kinds, strict=True)]
     constant = result.add_variable(CONSTANT, 1, 1)

@@ -24,6 +24,20 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
 
 
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The arguments of every call of `Progress.at`, by name."""
+    found: list[dict[str, Any]] = []
+    at, names = Progress.at, ("stage", "what", "done", "total", "most")
+
+    def noted(self: Progress, *given: Any, **named: Any) -> None:
+        found.append(dict(zip(names, given, strict=False)) | named)
+        at(self, *given, **named)
+
+    monkeypatch.setattr(Progress, "at", noted)
+    return found
+
+
 def test_one_line_says_what_was_planned_and_where_it_is_kept(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -60,35 +74,19 @@ def test_a_terminal_sees_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not progress.bar.disable
 
 
-def test_of_blocks_a_terminal_sees_the_rehearsal_and_the_choice_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[str, str]] = []
-    at = Progress.at
-
-    def noted(self: Progress, stage: str, what: str = "", *more: Any, **named: Any) -> None:
-        seen.append((stage, what))
-        at(self, stage, what, *more, **named)
-
-    monkeypatch.setattr(Progress, "at", noted)
+def test_of_blocks_a_terminal_sees_the_rehearsal_and_the_choice_too(seen: list[dict[str, Any]]) -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(3)))
     monet_like.auto_schedule(model, torch.randn(8, 32), memory_budget="100%", blocks="*", effort="quick")
-    assert list(dict.fromkeys(stage for stage, _ in seen)) == ["rehearse", "profile", "plan", "choose"]
-    assert ("choose", "a point for each of 3 blocks") in seen
+    assert list(dict.fromkeys(call["stage"] for call in seen)) == ["rehearse", "profile", "plan", "choose"]
+    assert ("choose", "a point for each of 3 blocks") in [(call["stage"], call.get("what")) for call in seen]
 
 
-def test_every_plan_of_a_job_says_how_long_it_takes_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    most: list[float] = []
-    at = Progress.at
-
-    def noted(self: Progress, stage: str, *more: Any, **named: Any) -> None:
-        most.extend([named["most"]] if stage == "plan" and "most" in named else [])
-        at(self, stage, *more, **named)
-
-    monkeypatch.setattr(Progress, "at", noted)
+def test_every_plan_of_a_job_says_how_long_it_takes_at_most(seen: list[dict[str, Any]]) -> None:
     job = monet_like.problem(net(), torch.randn(16, 32), device="roofline:cpu")
     job.plan("100%", time_limit_seconds=7)
     job.plan("100%", quick=True)
     job.smallest(time_limit_seconds=3)
-    assert most == [7, QUICK_SECONDS, 3]
+    assert [call["most"] for call in seen if call["stage"] == "plan" and "most" in call] == [7, QUICK_SECONDS, 3]
 
 
 def test_a_stage_that_comes_again_has_one_bar() -> None:
@@ -104,19 +102,12 @@ def test_a_stage_that_comes_again_has_one_bar() -> None:
 
 
 @pytest.mark.parametrize("blocks", [None, "*"])
-def test_pieces_that_inductor_compiles_are_a_stage(blocks: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[int, int]] = []
-    at = Progress.at
-
-    def noted(self: Progress, stage: str, what: str = "", *counts: Any, **named: Any) -> None:
-        if stage == "compile" and counts:
-            seen.append(counts)
-        at(self, stage, what, *counts, **named)
-
+def test_pieces_that_inductor_compiles_are_a_stage(
+    blocks: str | None, seen: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def uncompiled(function: Callable[..., Any], like: Sequence[Any]) -> Callable[[list[Any]], Any]:
         return lambda given: function(*given)
 
-    monkeypatch.setattr(Progress, "at", noted)
     monkeypatch.setattr("monet_like.replay.fusion.compile_function", uncompiled)
     x = torch.randn(16, 32)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Tanh()) for _ in range(2)))
@@ -124,7 +115,8 @@ def test_pieces_that_inductor_compiles_are_a_stage(blocks: str | None, monkeypat
         model, x, memory_budget="100%", backend="inductor", verbose=True, effort="quick", blocks=blocks
     )
     wrapped(x).sum().backward()
-    assert len(seen) > 4 and seen[0][0] == 0 and all(done < total for done, total in seen)
+    counts = [(call["done"], call["total"]) for call in seen if call["stage"] == "compile" and "total" in call]
+    assert len(counts) > 4 and counts[0][0] == 0 and all(done < total for done, total in counts)
 
 
 SHOWN = """

@@ -83,15 +83,6 @@ def test_compare_command(tmp_path: Path) -> None:
     assert "store_all" in text
 
 
-@pytest.mark.slow
-def test_smallest_and_largest_batch_agree() -> None:
-    assert "proven minimum" in run("smallest", CHAIN, "16", *QUICK)
-    text = run("largest-batch", CHAIN, "0.13", "--profile", "roofline:a100")
-    batch = int(text.split("largest batch found: ")[1])
-    assert f"batch {batch}: fits" in text
-    assert f"batch {batch + 1}: does not fit" in text
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -246,11 +246,3 @@ def test_store_all_runs_again_only_tasks_just_before_their_reader() -> None:
     program.check()
     schedule = store_all(program)
     assert (schedule.forward, schedule.again, schedule.ways) == ((0, 1), ((), (2,)), (0, 0))
-
-
-def test_importing_the_planner_is_light() -> None:
-    script = (
-        "import sys, monet_like.plan; print([m for m in ('torch', 'numpy', 'cvxpy', 'highspy') if m in sys.modules])"
-    )
-    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert answer.stdout.strip() == "[]"

@@ -212,13 +212,8 @@ class BlockRelaxation:
         )
 
 
-def block_relaxation(program: Program, costs: Mapping[str, Cost], alone: Iterable[int] = ()) -> BlockRelaxation:
-    """Build the relaxation of a block.
-
-    Args:
-        program, costs: of the block. Copies that overlap with computing count no seconds, since they may be hidden.
-        alone: slots that are blocks of the relaxation by themselves: more rows, a higher bound, more work. In small
-            programs all are.
+def block_relaxation(program: Program, costs: Mapping[str, Cost]) -> BlockRelaxation:
+    """Build the relaxation of a block. Copies that overlap with computing count no seconds, since they may be hidden.
 
     Raises:
         ProfileError: ``costs`` lacks a task, or refuses all ways of a slot.
@@ -229,7 +224,7 @@ def block_relaxation(program: Program, costs: Mapping[str, Cost], alone: Iterabl
     tasks = tuple(replace(task, cost="") if task.copies == "start" else task for task in program.tasks)
     program = replace(program, tasks=tasks)
     small = len(program.slots) <= MOST_ALONE
-    builder = _Builder(program, costs, range(len(program.slots)) if small else alone)
+    builder = _Builder(program, costs, range(len(program.slots)) if small else ())
     stages = [0, *(slot + 1 for slot in sorted(builder.alone))] if small else []
     blocks = builder.build(set(), [(stage, group) for stage in stages for group in range(len(builder.needs.groups))])
     return BlockRelaxation(

@@ -17,8 +17,8 @@ from ...ir.program import Cost, Program
 from ...ir.schedule import Schedule
 from ...ir.simulate import Report, simulate
 from .judge import Judge
-from .native import NativeEngine, engine
-from .policy import MOST_EARLY, Judgement, Policy, Settings, Tables, make_tables, to_policy, to_schedule
+from .native import engine
+from .policy import MOST_EARLY, Judgement, Policy, Settings, make_tables, to_policy, to_schedule
 
 #: Policies evaluated by one annealing by default, and the most runs of tasks in all of them: a second or two.
 EVALUATIONS = 120_000
@@ -51,17 +51,10 @@ class Found:
 class Searcher:
     """Policies of one program: starts, greedy cuts, crossover, annealing."""
 
-    def __init__(
-        self,
-        program: Program,
-        costs: Mapping[str, Cost],
-        extra_bytes: int = 0,
-        pin_bytes: int = 0,
-        with_engine: NativeEngine | Judge | None = None,
-    ) -> None:
+    def __init__(self, program: Program, costs: Mapping[str, Cost], extra_bytes: int = 0, pin_bytes: int = 0) -> None:
         self.program, self.costs, self.extra_bytes = program, costs, extra_bytes
-        self.tables: Tables = with_engine.t if with_engine else make_tables(program, costs, extra_bytes, pin_bytes)
-        self.engine = with_engine or engine(self.tables)
+        self.tables = make_tables(program, costs, extra_bytes, pin_bytes)
+        self.engine = engine(self.tables)
 
     def judge(self, policy: Policy, budget_bytes: int) -> Found | None:
         """Evaluate a policy; None if it cannot be carried out."""
@@ -254,7 +247,6 @@ def smallest_known(
     costs: Mapping[str, Cost],
     *,
     extra_bytes: int = 0,
-    seed: int = 0,
     evaluations: int | None = None,
     enough: Callable[[], bool] = lambda: False,
 ) -> tuple[Schedule, Report] | None:
@@ -269,7 +261,7 @@ def smallest_known(
         return None
     count = evaluations if evaluations is not None else EVALUATIONS // 10
     starts.sort(key=lambda f: f.judgement.peak_bytes)
-    best = _lower_peak(searcher, starts[0], 0, count, seed, enough)
+    best = _lower_peak(searcher, starts[0], 0, count, 0, enough)
     planned = (searcher.plan(f.policy, f.judgement.peak_bytes) for f in (best, *starts))
     return next(filter(None, planned), None)
 
@@ -280,7 +272,7 @@ def _lower_peak(
     enough_bytes: int,
     evaluations: int,
     seed: int,
-    enough: Callable[[], bool] = lambda: False,
+    enough: Callable[[], bool],
 ) -> Found:
     """Lower the peak step by step, down to ``enough_bytes`` or until time is up; the step is halved where nothing is
     found.

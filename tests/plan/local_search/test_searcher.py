@@ -55,7 +55,7 @@ def test_compiled_and_python_judges_agree_to_the_bit_and_with_the_simulator(firs
         assert native.judge(found, budget) == python.judge(found, budget), seed
         answer = native.judge(found, budget)
         if answer is not None and not seed % 3:
-            plan = Searcher(program, costs, with_engine=native).plan(found, budget)
+            plan = Searcher(program, costs).plan(found, budget)
             assert plan is not None
             assert plan[1].peak_bytes == answer[0].peak_bytes, seed
             assert plan[1].seconds == pytest.approx(answer[0].seconds, rel=1e-12), seed
