@@ -11,6 +11,7 @@ from scripts import house
 LAYERS = (
     ("solvers",),
     ("plan.result", "plan.analysis"),
+    ("plan.rows",),
     ("plan.subprogram", "plan.baseline"),
     ("plan.offload",),
     ("plan.local_search", "plan.bound"),

@@ -67,7 +67,7 @@ def test_neither_formulation_nor_tables_have_a_way_over_a_value_that_is_used_lat
     for later, possible in ((False, [1]), (True, [0])):
         made = program(read_later=later)
         ways = Formulation(made, COSTS, 1000).w[1]
-        assert [k for k, way in enumerate(ways) if not way.is_zero] == possible
+        assert [*ways] == possible
         tables = make_tables(made, COSTS)
         assert [way.way for option in tables.options[0] for way in tables.ways[option]] == possible
         policy = tables.policy([True] * 6, hold=False, smallest=False)

@@ -248,7 +248,7 @@ class _Builder(RelaxationBuilder):
         #: What `point_of` takes off the memory of the backward. Results count once in the rows. Those that the backward
         #: reads may be taken off once more: `point_of` counts them as there, although they may be freed before the
         #: peak.
-        self.backward_there = self.fixed + self.output_bytes + sum(self.sizes[v] for v in program.tangents)
+        self.backward_there = self.resident + self.output_bytes + sum(self.sizes[v] for v in program.tangents)
         self.backward_there += sum(self.sizes[v] for v in self.outputs if self._read_later(v))
 
     def _growth(self, task: Task) -> int:
@@ -263,7 +263,7 @@ class _Builder(RelaxationBuilder):
 
     def _fits(self, parts: list[Expr], fixed_bytes: int, forward: bool = False) -> None:
         """The row "these bytes are at most the peak", instead of the budget."""
-        there, peak = (self.fixed, self.forward_peak) if forward else (self.backward_there, self.backward_peak)
+        there, peak = (self.resident, self.forward_peak) if forward else (self.backward_there, self.backward_peak)
         there -= 0 if forward else self.shrinkage_bytes
         above = total([*parts, Expr(float(fixed_bytes - there))])
         self.builder.at_most(above * (1 / self.room_bytes), peak)
@@ -274,12 +274,11 @@ class _Builder(RelaxationBuilder):
         self.backward_there -= self.shrinkage_bytes
         if b == 0:  # row (a)
             kept = [held * self.sizes[v] for v, held in self.carried[0].items()]
-            self._fits(kept, self.fixed + self.output_bytes, forward=True)
+            self._fits(kept, self.resident + self.output_bytes, forward=True)
 
     def _slot(self, slot: int) -> dict[int, Expr]:
         chosen = super()._slot(slot)
-        ways = self.program.slots[slot]  # row (c)
-        parts = [total(chosen[k] * net_workspace(self.program, self.costs, ways[k]) for k in chosen)]
+        parts = [self._extra_of_ways(slot, chosen)]  # row (c)
         parts += [reads * self.sizes[v] for v, reads in self.way_reads[slot].items()]
-        self._fits(parts, self.fixed + self.output_bytes + self.backward.during[slot])
+        self._fits(parts, self.resident + self.output_bytes + self.backward.during[slot])
         return chosen

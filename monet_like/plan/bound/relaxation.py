@@ -43,9 +43,9 @@ from typing import TYPE_CHECKING, Any
 
 from ...ir.program import Cost, Program
 from ...ir.schedule import Schedule, prune
-from ...ir.simulate import cost_of
-from ...solvers.matrix import ONE, ZERO, Builder, Expr, MatrixProgram, total
-from ..analysis import dominated_tasks, find_backward_bytes, find_needs, fitting_runs, net_workspace, useful_ways
+from ...solvers.matrix import ONE, ZERO, Expr, MatrixProgram, total
+from ..analysis import fitting_runs
+from ..rows import Rows
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -177,41 +177,27 @@ def block_program(
     return RelaxationBuilder(program, costs, budget_bytes, extra_bytes, set(alone)).build(set(required), runs)
 
 
-class RelaxationBuilder:
+class RelaxationBuilder(Rows):
     """Builds the columns and rows of a `BlockProgram`. Block -1 stands for the forward."""
 
     def __init__(
         self, program: Program, costs: Mapping[str, Cost], budget_bytes: int, extra_bytes: int, alone: set[int]
     ) -> None:
-        self.program, self.costs, self.budget, self.extra_bytes = program, costs, budget_bytes, extra_bytes
-        self.needs, self.backward = find_needs(program), find_backward_bytes(program)
-        self.useless = dominated_tasks(program, costs, self.needs.groups)
-        self.builder, self.outputs = Builder(), set(program.outputs)
-        self.sizes = [value.bytes for value in program.values]
-        seconds = [cost_of(task, costs).seconds for group in (program.tasks, *program.slots) for task in group]
-        self.unit = (sum(seconds) or 1.0) / 1000
-        self.reads = [program.forward_reads(task) for task in program.tasks]
-        self.makers = [[p for p in tasks if p not in self.useless] for tasks in program.producers]
-        self.group_of = {p: g for g, group in enumerate(self.needs.groups) for p in group}
+        super().__init__(program, costs, budget_bytes, extra_bytes)
+        self.extra_bytes = extra_bytes
+        self.makers = [[p for p in tasks if p not in self.dominated] for tasks in program.producers]
         self.span = [[self.group_of[p] for p in makers] for makers in self.makers]
-        self.readers: list[list[int]] = [[] for _ in program.values]
-        for p, values in enumerate(self.reads):
-            for u in set(values):
-                self.readers[u].append(p)
         self.alone = {slot for slot in alone if slot + 1 in self.needs.stages}
         cuts = {cut for slot in self.alone for cut in (slot, slot + 1)}
         self.starts = sorted({0, *cuts} & set(range(len(program.slots))))
-        self.fixed = program.resident_bytes + extra_bytes
-        self.output_bytes = sum(self.sizes[v] for v in self.outputs)
         self.big_bytes = BIG_SHARE * budget_bytes
         self.carried: list[dict[int, Expr]] = []
         self.slot_reads: dict[int, dict[int, Expr]] = {}  # of the slots alone
         self.way_reads: list[dict[int, Expr]] = []  # of every slot: u -> sum_{k reads u} w[k,t]
-        self._alive: dict[tuple[int, int, int], Expr] = {}
 
     def build(self, required: set[int], runs: Iterable[tuple[int, int]]) -> BlockProgram:
         self.first = self._columns(
-            p for p, task in enumerate(self.program.tasks) if task.runs != "again" and p not in self.useless
+            p for p, task in enumerate(self.program.tasks) if task.runs != "again" and p not in self.dominated
         )
         every = [range(len(self.program.tasks))] * len(self.program.slots)
         fitting = fitting_runs(self.program, self.costs, self.budget, self.extra_bytes) if self.alone else every
@@ -225,7 +211,7 @@ class RelaxationBuilder:
         for v in self.outputs | required:
             self.builder.equal(self.made_first[v], ONE)
         for p, run in self.first.items():
-            for u in self.reads[p]:
+            for u in self.program.forward_reads(self.program.tasks[p]):
                 self.builder.at_most(run, self.made_first[u])
         forward = [v for v, makers in enumerate(self.makers) if makers and v not in self.outputs]
         for b in range(len(self.starts)):
@@ -241,7 +227,7 @@ class RelaxationBuilder:
             self._run_row(stage, group, forward)
         return BlockProgram(
             self.program,
-            self.builder.finish(self.unit),
+            self.builder.finish(self.seconds_per_unit),
             tuple(self.starts),
             self.first,
             tuple(self.again),
@@ -251,13 +237,12 @@ class RelaxationBuilder:
         )
 
     def _columns(self, tasks: Iterable[int]) -> dict[int, Expr]:
-        price = {p: cost_of(self.program.tasks[p], self.costs).seconds / self.unit for p in tasks}
-        return {p: self.builder.column(price[p]) for p in price}
+        return {p: self.builder.column(self._units(self.program.tasks[p])) for p in tasks}
 
     def _useful(self, stage: int) -> list[int]:
         """The tasks whose rerun in a stage or later can be of use."""
         last = [max((self.needs.last[v] for v in task.writes), default=0) for task in self.program.tasks]
-        return [p for p, end in enumerate(last) if self.needs.rerun[p] and p not in self.useless and end >= stage]
+        return [p for p, end in enumerate(last) if self.needs.rerun[p] and p not in self.dominated and end >= stage]
 
     def _made(self, columns: Mapping[int, Expr]) -> list[Expr]:
         return [total(columns[p] for p in makers if p in columns) for makers in self.makers]
@@ -271,10 +256,10 @@ class RelaxationBuilder:
                 held[v] = self.builder.column()
                 self.builder.at_most(held[v], source)
         self.carried.append(held)
-        fixed = self.fixed + self.output_bytes + self.backward.before[self.starts[b]]
+        fixed = self.resident + self.output_bytes + self.backward.before[self.starts[b]]
         self._fits([*(held[v] * self.sizes[v] for v in held if self.sizes[v])], fixed)
         for p, run in self.again[b].items():
-            for u in set(self.reads[p]) - self.outputs:
+            for u in set(self.program.forward_reads(self.program.tasks[p])) - self.outputs:
                 self.builder.at_most(run, held.get(u, ZERO) + self.made[b][u])
 
     def _fits(self, parts: list[Expr], fixed_bytes: int, forward: bool = False) -> None:
@@ -284,57 +269,35 @@ class RelaxationBuilder:
     def _slot(self, slot: int) -> dict[int, Expr]:
         """Columns w and rows (3), (5) and (7) of one slot; w."""
         b = max(k for k, start in enumerate(self.starts) if start <= slot)
-        possible = useful_ways(self.program, self.costs, slot, self.backward.possible[slot])
-        ways = {k: self.program.slots[slot][k] for k in possible}
-        price = {k: cost_of(way, self.costs).seconds / self.unit for k, way in ways.items()}
-        if len(ways) == 1:
-            self.builder.offset += sum(price.values())
-            chosen = dict.fromkeys(ways, ONE)
-        else:
-            chosen = {k: self.builder.column(price[k]) for k in ways}
-            self.builder.equal(total(chosen.values()), ONE)
-        reading: dict[int, Expr] = {}
-        for u in {u for way in ways.values() for u in self.program.forward_reads(way)} - self.outputs:
-            readers = [chosen[k] for k, way in ways.items() if u in way.reads]
-            reading[u] = ONE if len(readers) == len(ways) else total(readers)
+        ways, chosen = self.program.slots[slot], self._choose_way(slot)
+        every = self._reads_of_ways(slot, chosen)
+        read = {u for k in chosen for u in self.program.forward_reads(ways[k])} - self.outputs
+        reading = {u: every[u] for u in read}
+        for u in reading:
             self.builder.at_most(reading[u], self.carried[b].get(u, ZERO) + self.made[b][u])
         self.way_reads.append(reading)
         if slot in self.alone:
             self.slot_reads[b] = reading
             after = self.carried[b + 1] if b + 1 < len(self.starts) else {}
-            parts = [total(chosen[k] * net_workspace(self.program, self.costs, way) for k, way in ways.items())]
-            parts += [self._alive_from(b, v, len(self.needs.groups)) * self.sizes[v] for v in {*after, *reading}]
-            self._fits(parts, self.fixed + self.output_bytes + self.backward.during[slot])
+            parts = [self._extra_of_ways(slot, chosen)]
+            parts += [self._alive_from(v, len(self.needs.groups), b) * self.sizes[v] for v in {*after, *reading}]
+            self._fits(parts, self.resident + self.output_bytes + self.backward.during[slot])
         return chosen
 
-    def _alive_from(self, b: int, v: int, group: int) -> Expr:
-        """L of `Formulation`: v, once made, is needed by this group of block b or later."""
-        columns = self.first if b < 0 else self.again[b]
-        groups = (self.group_of[p] for p in self.readers[v] if p in columns)
-        later = min((g for g in groups if g >= group), default=len(self.needs.groups))
-        if (b, v, later) not in self._alive:
-            if later < len(self.needs.groups):
-                readers = [columns[p] for p in self.needs.groups[later] if p in columns and v in self.reads[p]]
-                parts = [self._alive_from(b, v, later + 1), total(readers)]
-            else:
-                parts = [self.carried[b + 1].get(v, ZERO) if b + 1 < len(self.carried) else ZERO]
-                parts += [self.slot_reads[b].get(v, ZERO)] if b >= 0 else []
-            self._alive[b, v, later] = self.builder.highest(parts)
-        return self._alive[b, v, later]
+    def _run(self, p: int, stage: int) -> Expr | None:
+        return (self.first if stage < 0 else self.again[stage]).get(p)
+
+    def _ends(self, v: int, stage: int) -> list[Expr]:
+        after = [self.carried[stage + 1].get(v, ZERO)] if stage + 1 < len(self.carried) else []
+        return [*after, self.slot_reads[stage].get(v, ZERO)] if stage >= 0 else after
 
     def _run_row(self, stage: int, group: int, forward: Sequence[int]) -> None:
         """A row (8). Values that are made on both sides of the group are left out of it."""
         b = self.starts.index(stage - 1) if stage else -1
-        columns = self.first if b < 0 else self.again[b]
-        members = [p for p in self.needs.groups[group] if p in columns]
-        if not members:
+        parts = self._running_bytes(group, b)
+        if not parts:
             return
-        parts = []
-        for p in members:
-            task = self.program.tasks[p]
-            written = sum(self.sizes[v] for v in task.writes)
-            parts.append(columns[p] * (written + net_workspace(self.program, self.costs, task)))
-        fixed = self.fixed
+        fixed = self.resident
         if stage:
             fixed += self.output_bytes + self.backward.before[stage - 1]
         else:
@@ -342,7 +305,7 @@ class RelaxationBuilder:
         for v in forward:
             before = any(self.group_of[p] < min(self.span[v]) for p in self.readers[v])
             if max(self.span[v]) < group or (stage and before):
-                parts.append(self._alive_from(b, v, group) * self.sizes[v])
+                parts.append(self._alive_from(v, group, b) * self.sizes[v])
             elif stage and min(self.span[v]) >= group:
                 parts.append(self.carried[b].get(v, ZERO) * self.sizes[v])
         self._fits(parts, fixed, forward=not stage)
@@ -358,8 +321,8 @@ class RelaxationBuilder:
             had = {u: self.carried[b].get(u, ZERO) + once.get(u, ZERO) for u in big}
             for v, made in once.items():
                 makers = [p for p in self.makers[v] if any(p in columns for columns in self.again[b:])]
-                for u in {u for p in makers for u in self.reads[p]} & had.keys():
-                    others = [p for p in makers if u not in self.reads[p]]
+                for u in {u for p in makers for u in self.program.forward_reads(self.program.tasks[p])} & had.keys():
+                    others = [p for p in makers if u not in self.program.tasks[p].reads]
                     runs = [columns[p] for columns in self.again[b:] for p in others if p in columns]
                     self.builder.at_most(made, total([had[u], *runs]))
             for reads in self.way_reads[self.starts[b] :]:
@@ -374,20 +337,3 @@ class RelaxationBuilder:
         self.builder.at_most(result, total(parts))
         self.builder.follows.append((result.terms[0][0], tuple(parts)))
         return result
-
-    def _overwrite_rows(self, b: int) -> None:
-        """Rows (9) of the forward or of a block of one slot."""
-        columns = self.first if b < 0 else self.again[b]
-        for r, run in columns.items():
-            u = self.program.tasks[r].overwrites
-            if u is None or u in self.outputs:
-                continue
-            later: dict[int, list[Expr]] = {}
-            for p in self.readers[u]:
-                if p in columns and self.group_of[p] > self.group_of[r]:
-                    later.setdefault(self.group_of[p], []).append(columns[p])
-            ends = [self.carried[b + 1].get(u, ZERO)] if b + 1 < len(self.carried) else []
-            ends += [self.slot_reads[b].get(u, ZERO)] if b >= 0 else []
-            for end in (*map(total, later.values()), *ends):
-                if not end.is_zero:
-                    self.builder.at_most(run + end, ONE)

@@ -5,19 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ...ir.program import Cost, Program, Task
+from ...ir.program import Cost, Program
 from ...ir.schedule import Schedule
-from ...ir.simulate import cost_of
-from ...solvers.matrix import ONE, ZERO, Builder, Expr, total
-from ..analysis import (
-    BackwardBytes,
-    Needs,
-    dominated_tasks,
-    find_backward_bytes,
-    find_needs,
-    pinned_values,
-    useful_ways,
-)
+from ...solvers.matrix import ONE, ZERO, Expr, total
+from ..analysis import Needs, pinned_values
+from ..rows import Rows
 
 
 @dataclass(frozen=True)
@@ -40,7 +32,7 @@ class Options:
         return self != Options()
 
 
-class Columns:
+class Columns(Rows):
     """The columns of one program, its costs and a budget; see `Formulation`."""
 
     def __init__(
@@ -60,24 +52,18 @@ class Columns:
             above_bytes: if not 0, the peak may exceed the budget by at most this many bytes, and the objective is the
                 bytes by which it does, instead of seconds.
         """
-        self.program, self.costs, self.budget, self.options = program, costs, budget_bytes, options
-        self.needs: Needs = find_needs(program)
-        self.backward: BackwardBytes = find_backward_bytes(program)
-        self.builder = Builder()
-        self.above_bytes = above_bytes
+        super().__init__(program, costs, budget_bytes, extra_bytes)
+        self.options, self.above_bytes = options, above_bytes
         #: The share of ``above_bytes`` by which the peak is above the budget.
         self.over: Expr = self.builder.column(integral=False) if above_bytes else ZERO
         self.admitted = {(p, slot + 1) for slot, tasks in enumerate(admit.again if admit else ()) for p in tasks}
-        self.outputs = frozenset(program.outputs)
-        self.dominated = dominated_tasks(program, costs, self.needs.groups)
         self.pinned = pinned_values(program, options.pin_bytes)
+        self.resident += sum(self.sizes[v] for v in self.pinned)
         self.tracked = tuple(
             v
             for v, value in enumerate(program.values)
             if value.kind == "forward" and v not in self.outputs and v not in self.pinned and program.producers[v]
         )
-        self.group_of = {p: g for g, group in enumerate(self.needs.groups) for p in group}
-        self.readers = _readers(program)
         self.span = {
             v: (self.group_of[program.producers[v][0]], self.group_of[program.producers[v][-1]])
             for v in {*self.tracked, *program.outputs}
@@ -86,23 +72,14 @@ class Columns:
         self.read_before = frozenset(
             v for v in self.tracked if any(self.group_of[p] < self.span[v][0] for p in self.readers[v])
         )
-        #: Resident throughout the step, in bytes; pinned values and outputs come on top.
-        self.resident = program.resident_bytes + extra_bytes
-        self.output_bytes = sum(program.values[v].bytes for v in self.outputs)
-        self.resident += sum(program.values[v].bytes for v in self.pinned)
-        seconds = [cost_of(task, costs).seconds for group in (program.tasks, *program.slots) for task in group]
-        #: Objective unit: about a thousandth of the step, so that solver tolerances mean the same for every model.
-        self.seconds_per_unit = (sum(seconds) or 1.0) / 1000
         #: The stages in which tasks may run.
         self.stages = self.needs.stages
         if options.reading_only:
             self.stages = tuple(sorted({*self.needs.reading_stages, *(t for _, t in self.admitted)}))
         self.e: dict[tuple[int, int], Expr] = {}
-        self.w: dict[int, tuple[Expr, ...]] = {}
+        self.w: dict[int, dict[int, Expr]] = {}
         self.K: dict[tuple[int, int], Expr] = {}
-        self._above: dict[tuple[int, int, int], Expr] = {}
-        self._ways_reading: dict[int, dict[int, Expr]] = {}
-        self._reading: dict[tuple[int, int], list[int]] = {}
+        self._ways_reading: dict[int, dict[int, Expr]] = {0: {}}
         self._between: dict[tuple[int, int, int], Expr] = {}
         self._run_rows: set[tuple[int, int]] = set()
         #: Stage and group of every memory row, by the row's number; group -1: the row is the slot's (8).
@@ -169,17 +146,8 @@ class Columns:
 
     def _way_columns(self) -> None:
         """Columns w and rows (3)."""
-        for slot, ways in enumerate(self.program.slots):
-            possible = useful_ways(self.program, self.costs, slot, self.backward.possible[slot])
-            if len(possible) == 1:
-                chosen = [ONE if k in possible else ZERO for k in range(len(ways))]
-                self.builder.offset += self._units(ways[possible[0]])
-            else:
-                chosen = [
-                    self.builder.column(self._units(way)) if k in possible else ZERO for k, way in enumerate(ways)
-                ]
-                self.builder.equal(total(chosen), ONE)
-            self.w[slot + 1] = tuple(chosen)
+        for slot in range(len(self.program.slots)):
+            self.w[slot + 1] = self._choose_way(slot)
 
     def _carry_columns(self) -> None:
         """Columns K and rows (4); a stage that can neither make nor read the value keeps the column of the stage
@@ -205,9 +173,6 @@ class Columns:
     def _may_read(self, v: int, t: int) -> bool:
         return not self._way_reads(v, t).is_zero or any((p, t) in self.e for p in self.readers[v])
 
-    def _units(self, task: Task) -> float:
-        return cost_of(task, self.costs).seconds / self.seconds_per_unit
-
     def _made(self, v: int, t: int, *, low: int = 0, high: int | None = None) -> Expr:
         """Sum of e[p,t] over the producers of v, those in groups low <= g < high only."""
         parts = []
@@ -219,23 +184,14 @@ class Columns:
     def _way_reads(self, v: int, t: int) -> Expr:
         """Sum of w[k,t] over the ways that read v."""
         if t not in self._ways_reading:
-            self._ways_reading[t] = self._reads_of_ways(t)
+            self._ways_reading[t] = self._reads_of_ways(t - 1, self.w[t])
         return self._ways_reading[t].get(v, ZERO)
 
-    def _reads_of_ways(self, t: int) -> dict[int, Expr]:
-        if t == 0:
-            return {}
-        ways = [(way, w) for way, w in zip(self.program.slots[t - 1], self.w[t], strict=True) if not w.is_zero]
-        found: dict[int, Expr] = {}
-        for v in {v for way, _ in ways for v in way.reads}:
-            chosen = [w for way, w in ways if v in way.reads]
-            found[v] = ONE if len(chosen) == len(ways) else total(chosen)
-        return found
+    def _run(self, p: int, stage: int) -> Expr | None:
+        return self.e.get((p, stage))
 
-    def _group_reads(self, v: int, group: int, t: int) -> Expr:
-        """Sum of e[p,t] over the tasks of the group that read v."""
-        members = self.needs.groups[group]
-        return total(self.e[p, t] for p in members if (p, t) in self.e and v in self.program.tasks[p].reads)
+    def _ends(self, v: int, stage: int) -> list[Expr]:
+        return [self._way_reads(v, stage), self.K.get((v, stage), ZERO)]
 
     def _incoming(self, v: int, t: int) -> Expr:
         return ZERO if t == 0 else self.K.get((v, self._previous[t]), ZERO)
@@ -251,23 +207,6 @@ class Columns:
     def _alive_at_slot(self, v: int, t: int) -> Expr:
         """Y, rows (7)."""
         return self._alive_from(v, len(self.needs.groups), t)
-
-    def _alive_from(self, v: int, group: int, t: int) -> Expr:
-        """L, rows (7): v, once made, is needed by group g of stage t or later."""
-        later = next((g for g in self._reader_groups(v, t) if g >= group), len(self.needs.groups))
-        key = (v, later, t)
-        if key not in self._above:
-            if later == len(self.needs.groups):
-                parts = [self._way_reads(v, t), self.K.get((v, t), ZERO)]
-            else:
-                parts = [self._alive_from(v, later + 1, t), self._group_reads(v, later, t)]
-            self._above[key] = self.builder.highest(parts)
-        return self._above[key]
-
-    def _reader_groups(self, v: int, t: int) -> list[int]:
-        if (v, t) not in self._reading:
-            self._reading[v, t] = sorted({self.group_of[p] for p in self.readers[v] if (p, t) in self.e})
-        return self._reading[v, t]
 
     def _alive_between(self, v: int, group: int, t: int) -> Expr:
         """For a value with producers on both sides of the group: carried in, or made before it, needed and not made
@@ -293,12 +232,3 @@ def estimated_columns(program: Program, needs: Needs, options: Options = Options
         first = 1 if window is None else min((needs.first[v] for v in task.writes), default=last) - window
         runs += sum(max(1, first) <= t <= last for t in stages)
     return 2 * runs
-
-
-def _readers(program: Program) -> tuple[tuple[int, ...], ...]:
-    """For every value, the forward tasks that read it."""
-    found: list[list[int]] = [[] for _ in program.values]
-    for index, task in enumerate(program.tasks):
-        for value in set(task.reads):
-            found[value].append(index)
-    return tuple(map(tuple, found))

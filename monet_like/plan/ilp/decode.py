@@ -20,7 +20,7 @@ def decode(formulation: Formulation, x: NDArray[Any]) -> Schedule:
     for (p, t), expr in formulation.e.items():
         if expr.value(x) > 0.5:
             runs[t].append(p)
-    ways = [max(range(len(w)), key=lambda k, w=w: w[k].value(x)) for _, w in sorted(formulation.w.items())]  # type: ignore[misc]
+    ways = [max(w, key=lambda k, w=w: w[k].value(x)) for _, w in sorted(formulation.w.items())]  # type: ignore[misc]
     again = tuple(tuple(sorted(runs[t])) for t in range(1, len(formulation.program.slots) + 1))
     return prune(formulation.program, Schedule(tuple(sorted(runs[0])), again, tuple(ways)))
 
@@ -44,7 +44,7 @@ def encode(formulation: Formulation, schedule: Schedule, *, check: bool = True) 
     stages = {0: schedule.forward} | {t + 1: again for t, again in enumerate(schedule.again)}
     runs = [(p, t) for t, tasks in stages.items() for p in tasks]
     chosen = [choose(formulation.e.get(run)) for run in runs]
-    chosen += [choose(formulation.w[slot + 1][way]) for slot, way in enumerate(schedule.ways)]
+    chosen += [choose(formulation.w[slot + 1].get(way)) for slot, way in enumerate(schedule.ways)]
     if not all(chosen):
         return None
     for v, t in _carried(formulation, schedule):
@@ -84,7 +84,7 @@ def neighbourhood(formulation: Formulation, x: NDArray[Any], stages: Iterable[in
     carried = {v for (v, t), expr in formulation.K.items() if t in near and expr.value(x) > 0.5}
     loose = [expr for (_, t), expr in formulation.e.items() if t in near]
     loose += [expr for (v, t), expr in formulation.K.items() if v in carried or t in near]
-    loose += [w for ways in formulation.w.values() for w in ways]
+    loose += [w for ways in formulation.w.values() for w in ways.values()]
     for v in carried:
         loose += [formulation.e[p, 0] for p in formulation.program.producers[v] if (p, 0) in formulation.e]
     free[[column for expr in loose for column, _ in expr.terms]] = True

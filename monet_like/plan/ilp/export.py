@@ -207,8 +207,8 @@ def column_names(formulation: Formulation) -> tuple[str, ...]:
     for (p, t), expr in formulation.e.items():
         name(expr, f"rerun.{program.tasks[p].name}.{t}" if t else f"run.{program.tasks[p].name}")
     for t, chosen in formulation.w.items():
-        for way, expr in zip(program.slots[t - 1], chosen, strict=True):
-            name(expr, f"way.{way.name}")
+        for k, expr in chosen.items():
+            name(expr, f"way.{program.slots[t - 1][k].name}")
     for (v, t), expr in formulation.K.items():
         name(expr, f"keep.{program.values[v].name}.{t}")
     for column, (v, t, group) in formulation.helper_columns().items():

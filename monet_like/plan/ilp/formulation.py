@@ -51,7 +51,8 @@ Three options make the program smaller and are *not* exact:
 * window: a task runs again at most ``window`` slots before the first slot that can use its results.
 * reading_only: tasks run again only in stages whose slot reads a forward value, or where the start has a rerun.
 
-`Columns` makes the columns; the rows and the objective are written here.
+`Columns` makes the columns; the rows and the objective are written here, those that the relaxation has as well in
+`Rows`.
 """
 
 from __future__ import annotations
@@ -60,8 +61,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ...ir.simulate import cost_of
-from ...solvers.matrix import ONE, ZERO, Expr, MatrixProgram, total
-from ..analysis import net_workspace
+from ...solvers.matrix import ONE, ZERO, Expr, MatrixProgram
 from .columns import Columns
 
 
@@ -97,20 +97,6 @@ class Formulation(Columns):
             for u in {u for way in self.program.slots[t - 1] for u in self.program.forward_reads(way)}:
                 self.builder.at_most(self._way_reads(u, t), self._available(u, t))
 
-    def _overwrite_rows(self, t: int) -> None:
-        """Rows (6)."""
-        for r, task in enumerate(self.program.tasks):
-            u = task.overwrites
-            if u is None or (r, t) not in self.e:
-                continue
-            run = self.e[r, t]
-            for group in self._reader_groups(u, t):
-                if group > self.group_of[r]:
-                    self.builder.at_most(run + self._group_reads(u, group, t), ONE)
-            for end in (self._way_reads(u, t), self.K.get((u, t), ZERO)):
-                if not end.is_zero:
-                    self.builder.at_most(run + end, ONE)
-
     def _slot_rows(self) -> None:
         """Rows (8). Of neighbouring slots between which nothing can change, only the largest constant one is kept."""
         stage, worst = 0, 0
@@ -118,10 +104,7 @@ class Formulation(Columns):
             if t in self._previous:
                 self._constant_row(stage, worst)
                 stage, worst = t, 0
-            ways = self.program.slots[t - 1]
-            extra = total(
-                w * net_workspace(self.program, self.costs, way) for way, w in zip(ways, self.w[t], strict=True)
-            )
+            extra = self._extra_of_ways(t - 1, self.w[t])
             if t == stage:
                 self._slot_row(stage, self.backward.during[t - 1], extra, at_slot=True)
             elif extra.terms:
@@ -139,27 +122,22 @@ class Formulation(Columns):
         for v in self.tracked:
             alive = self._alive_at_slot(v, t) if at_slot else self.K.get((v, t), ZERO)
             if not alive.is_zero:
-                parts.append(alive * self.program.values[v].bytes)
+                parts.append(alive * self.sizes[v])
         self._fits(parts, t, -1)
 
     def add_run_row(self, t: int, group: int) -> bool:
         """Add row (9) for the tasks of a group in stage t; returns False if it is there already or no such task can
         run.
         """
-        members = [p for p in self.needs.groups[group] if (p, t) in self.e]
-        if (t, group) in self._run_rows or not members:
+        running = self._running_bytes(group, t)
+        if (t, group) in self._run_rows or not running:
             return False
         self._run_rows.add((t, group))
-        values = self.program.values
-        parts = [Expr(self.resident)]
-        for p in members:
-            task = self.program.tasks[p]
-            written = sum(values[v].bytes for v in task.writes)
-            parts.append(self.e[p, t] * (written + net_workspace(self.program, self.costs, task)))
+        parts = [Expr(self.resident), *running]
         if t:
             parts.append(Expr(self.output_bytes + self.backward.before[t - 1]))
         else:
-            parts += [self._made(v, 0, high=group) * values[v].bytes for v in self.outputs if values[v].bytes]
+            parts += [self._made(v, 0, high=group) * self.sizes[v] for v in self.outputs if self.sizes[v]]
         for v in self.tracked:
             low, high = self.span[v]
             if high < group or (t and v in self.read_before):
@@ -169,7 +147,7 @@ class Formulation(Columns):
             else:
                 alive = self._alive_between(v, group, t)
             if not alive.is_zero:
-                parts.append(alive * values[v].bytes)
+                parts.append(alive * self.sizes[v])
         self._fits(parts, t, group)
         return True
 
@@ -187,10 +165,10 @@ class Formulation(Columns):
 
     def big_runs(self, share: float) -> list[tuple[int, int]]:
         """(stage, group) of the reruns that take at least ``share`` of the budget: their rows (9) bind most often."""
-        values, found = self.program.values, set()
+        found = set()
         for p, t in self.e:
             task = self.program.tasks[p]
-            size = sum(values[v].bytes for v in task.writes) + cost_of(task, self.costs).workspace_bytes
+            size = sum(self.sizes[v] for v in task.writes) + cost_of(task, self.costs).workspace_bytes
             if t and size >= share * self.budget:
                 found.add((t, self.group_of[p]))
         return sorted(found)
@@ -198,7 +176,7 @@ class Formulation(Columns):
     def helper_columns(self) -> dict[int, tuple[int, int, int]]:
         """For the number of every column Y or L, or of `_alive_between`: its value, stage and group."""
         found: dict[int, tuple[int, int, int]] = {}
-        for (v, group, t), expr in (*self._above.items(), *self._between.items()):
+        for (v, group, t), expr in (*self._alive.items(), *self._between.items()):
             if expr.terms:
                 found.setdefault(expr.terms[0][0], (v, t, group))
         return found
