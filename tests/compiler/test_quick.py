@@ -34,7 +34,6 @@ from monet_like.ir.program import Cost
 from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.ir.simulate import simulate
 from monet_like.plan import STRATEGIES
-from monet_like.plan.baseline import plain_report
 from monet_like.profile import rates
 from monet_like.profile.profiler import measure, measure_partly
 from monet_like.profile.rates import measured_limits
@@ -181,39 +180,6 @@ def test_grouped_convolutions_are_a_kind_of_their_own() -> None:
     kinds = [kind_of(task) for task in captured_for(request, request.example).every_task() if task.cost]
     for name in ("aten.convolution.default", "aten.convolution_backward.default"):
         assert {kind for kind in kinds if kind.startswith(name)} == {name, f"{name} in groups"}
-
-
-@pytest.mark.slow(but=["True"])
-@pytest.mark.parametrize("wrong", [False, True])
-def test_peaks_are_exact_though_a_small_batch_was_measured(wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where every workspace at the small batch says nothing about the whole one, so that the first plan does not
-    fit.
-    """
-    request, captured = problem()
-    request = replace(request, profile_batch=2)
-    plans: list[int] = []
-    plan_for, at_whole_batch = pipeline.plan_for, quick._at_whole_batch
-
-    def counting(*args: object, **options: object) -> object:
-        plans.append(1)
-        return plan_for(*args, **options)
-
-    def nothing(*args: object) -> tuple[dict[str, int], dict[str, int]]:
-        guesses, most = at_whole_batch(*args)
-        return dict.fromkeys(guesses, 0), most
-
-    monkeypatch.setattr(pipeline, "plan_for", counting)
-    if wrong:
-        monkeypatch.setattr(quick, "_at_whole_batch", nothing)
-    exact = measured_costs(replace(request, profile_batch=16), captured, CPU, timed=False)[0]
-    plain = plain_report(captured.plain, exact, 0, autograd_nodes=captured.autograd_nodes).peak_bytes
-    for share in (90, 60):
-        compiled = compile_schedule(request, lambda peak, share=share: peak * share // 100, CPU, quick=True)
-        record = compiled.record
-        assert record.plain_peak_bytes == plain
-        assert record.peak_bytes == simulate(captured.program, record.schedule, exact).peak_bytes
-        assert record.peak_bytes <= record.budget_bytes == plain * share // 100
-    assert len(plans) > 2 or not wrong  # one or both did not fit at first
 
 
 @pytest.mark.slow

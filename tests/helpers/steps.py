@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+import pytest
+
 from monet_like.ir.schedule import Schedule
-from monet_like.ir.step import Moment, Piece, Point, Step
+from monet_like.ir.step import Moment, Piece, Point, Step, bytes_on_host, peak_of, seconds_of
+from monet_like.plan.step.choice import fastest, smallest
 
 NONE = Schedule((), (), ())
 
@@ -64,3 +67,19 @@ def random_step(seed: int) -> Step:
     moments = in_a_row(len(menus), rng.randint(0, 30), {name: rng.randint(0, 40) for name in names})
     moments = tuple(replace(m, adds=m.stage == "backward" and rng.random() < 0.5) for m in moments)
     return Step(pieces_of(menus, [rng.randint(1, 3) for _ in menus]), moments)
+
+
+def assert_best_of_all(step: Step, choices: Iterable[Sequence[Point]], shares: Sequence[float]) -> None:
+    """Of all choices, `fastest` has the fewest seconds within budgets at these places among their peaks, and `smallest`
+    the least peak.
+    """
+    every = [(peak_of(step, points)[0], seconds_of(step, points)) for points in choices]
+    peaks = sorted({peak for peak, _ in every})
+    for share in shares:
+        budget = peaks[int(share * len(peaks))]
+        found = fastest(step, budget)
+        assert found.peak_bytes == peak_of(step, found.points)[0] <= budget
+        assert bytes_on_host(step, found.points) <= step.host_bytes
+        assert found.seconds == pytest.approx(min(seconds for peak, seconds in every if peak <= budget), rel=1e-4)
+        assert 0 < found.bound_seconds <= found.seconds * (1 + 1e-9)
+    assert smallest(step).peak_bytes == peaks[0]

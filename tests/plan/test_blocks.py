@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from planning import crash_solvers, network
 from random_programs import random_program
-from steps import point, random_step
+from steps import assert_best_of_all, point, random_step
 
 from monet_like.errors import SolverError
 from monet_like.ir.schedule import Schedule
@@ -32,15 +32,7 @@ from monet_like.solvers.interface import Solution
 @pytest.mark.parametrize("seed", range(12))
 def test_the_choice_is_the_best_of_all(seed: int) -> None:
     step = random_step(seed)
-    every = [(peak_of(step, points)[0], seconds_of(step, points)) for points in itertools.product(*step.menus)]
-    peaks = sorted({peak for peak, _ in every})
-    budget = peaks[len(peaks) // 3]
-    found = fastest(step, budget)
-    best = min(seconds for peak, seconds in every if peak <= budget)
-    assert found.peak_bytes == peak_of(step, found.points)[0] <= budget
-    assert found.seconds == pytest.approx(best, rel=1e-4)
-    assert found.bound_seconds <= found.seconds
-    assert smallest(step).peak_bytes == peaks[0]
+    assert_best_of_all(step, itertools.product(*step.menus), [1 / 3])
 
 
 def test_the_smallest_points_fit_and_less_does_not() -> None:

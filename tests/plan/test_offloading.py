@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 from planning import crash_solvers, network
-from steps import pieces_of, random_menu
+from steps import assert_best_of_all, pieces_of, random_menu
 
 from monet_like.ir.schedule import Schedule
 from monet_like.ir.step import (
@@ -18,10 +18,9 @@ from monet_like.ir.step import (
     Step,
     bytes_on_host,
     peak_of,
-    seconds_of,
     with_offloads,
 )
-from monet_like.plan.step.choice import fastest, smallest
+from monet_like.plan.step.choice import fastest
 from monet_like.plan.step.menus import BESIDE, offloading, owning, point_of
 
 
@@ -98,14 +97,7 @@ def test_every_choice_has_the_bytes_of_a_ledger(seed: int, micro_batches: int) -
 def test_the_choice_is_the_best_of_all(seed: int) -> None:
     step, _ = step_of(seed)
     may = [p for p in itertools.product(*step.menus) if bytes_on_host(step, p) <= step.host_bytes]
-    every = [(peak_of(step, points)[0], seconds_of(step, points)) for points in may]
-    peaks = sorted({peak for peak, _ in every})
-    for budget in (peaks[0], peaks[len(peaks) // 3]):
-        found = fastest(step, budget)
-        assert found.peak_bytes == peak_of(step, found.points)[0] <= budget
-        assert bytes_on_host(step, found.points) <= step.host_bytes
-        assert found.seconds == pytest.approx(min(seconds for peak, seconds in every if peak <= budget), rel=1e-4)
-    assert smallest(step).peak_bytes == peaks[0]
+    assert_best_of_all(step, may, [0, 1 / 3])
 
 
 def test_without_a_solver_nothing_is_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:

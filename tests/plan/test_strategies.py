@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from planning import chain_of, network, peak
-from random_programs import ProgramMaker, best_seconds, random_program
+from random_programs import best_seconds, random_program
 
-from monet_like.errors import MonetError, SolverError
-from monet_like.ir.program import Cost, Program, Task
+from monet_like.errors import SolverError
+from monet_like.ir.program import Cost, Program
 from monet_like.ir.schedule import prune
 from monet_like.ir.simulate import Report, simulate
-from monet_like.plan import Plan, plan, store_all
+from monet_like.plan import Plan, plan
 from monet_like.plan.ilp.search import Search
 from monet_like.plan.local_search.searcher import Searcher
 from monet_like.plan.strategies import STRATEGIES
@@ -91,65 +91,6 @@ def test_ogc_is_the_best_of_all_segmentations() -> None:
         assert sum(weights[v] for v in kept) <= objective
         saving += objective < sum(weights)
     assert saving > 200
-
-
-def unet_of(depth: int) -> tuple[Program, dict[str, Cost]]:
-    """Nested skips: level k going down is read again by level k going up."""
-    maker = ProgramMaker()
-    x = maker.value("x", 1, "input")
-    tasks: list[Task] = []
-    chain: list[int] = []
-
-    def add(name: str, reads: tuple[int, ...], size: int) -> int:
-        value = maker.value(name, size, "forward")
-        tasks.append(maker.task(f"f {name}", reads, (value,), Cost(1.0)))
-        chain.append(value)
-        return value
-
-    current, down = x, []
-    for level in range(depth):
-        current = add(f"down{level}", (current,), 2 ** (depth - level))
-        down.append(current)
-    for level in reversed(range(depth - 1)):
-        current = add(f"up{level}", (current, down[level]), 2 ** (depth - level))
-    slots, gradient = [], maker.value("gy", 1, "backward")
-    tangent = gradient
-    for number, value in enumerate(reversed(chain)):
-        result = maker.value(f"g{number}", 1, "backward")
-        slots.append((maker.task(f"b{number}", (gradient, value), (result,), Cost(1.0)),))
-        gradient = result
-    return Program(tuple(maker.values), tuple(tasks), tuple(slots), (chain[-1],), (tangent,), (gradient,)), maker.costs
-
-
-def test_milp_saves_memory_on_nested_skips_where_ogc_saves_none() -> None:
-    program, costs = unet_of(4)
-    plain = simulate(program, store_all(program), costs)
-    ogc = report("ogc", program, costs, plain.peak_bytes)
-    assert ogc.peak_bytes == plain.peak_bytes
-    assert report("milp", program, costs, int(0.8 * plain.peak_bytes)).peak_bytes <= 0.8 * plain.peak_bytes
-
-
-@pytest.mark.slow
-def test_milp_is_at_least_as_good_as_every_other() -> None:
-    problems = [(*made, int(share * peak(*made))) for made in (network(8), unet_of(4)) for share in (0.9, 0.5)]
-    for seed in range(4):
-        program, costs = random_program(random.Random(seed), 4)
-        problems.append((program, costs, program.resident_bytes + 15))
-    compared = 0
-    for program, costs, budget in problems:
-        others = []
-        for name in STRATEGIES:
-            try:
-                others.append((name, report(name, program, costs, budget)))
-            except MonetError:
-                continue  # infeasible, or no chain
-        fitting = {name: other.seconds for name, other in others if other.peak_bytes <= budget}
-        if fitting:
-            assert min(fitting.values()) >= fitting["milp"] - 1e-9
-            compared += len(fitting) - 1
-        if len(program.tasks) < 5:
-            assert fitting.get("milp") == pytest.approx(best_seconds(program, costs, budget))
-    assert compared > 30
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 from planning import crash_solvers
-from steps import in_a_row, pieces_of, point
+from steps import assert_best_of_all, in_a_row, pieces_of, point
 
 from monet_like.ir.step import (
     Point,
@@ -61,15 +61,7 @@ def every_choice(step: Step) -> list[tuple[Point, ...]]:
 def test_the_choice_is_the_best_of_all(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "STREAMING_GAP", choice.GAP)
     step = tiny_step(seed)
-    every = [(peak_of(step, points)[0], seconds_of(step, points)) for points in every_choice(step)]
-    peaks = sorted({peak for peak, _ in every})
-    for budget in (peaks[len(peaks) // 8], peaks[len(peaks) // 2]):
-        found = fastest(step, budget)
-        best = min(seconds for peak, seconds in every if peak <= budget)
-        assert found.peak_bytes == peak_of(step, found.points)[0] <= budget
-        assert found.seconds == pytest.approx(best, rel=2e-4)
-        assert 0 < found.bound_seconds <= found.seconds * (1 + 1e-9)
-    assert smallest(step).peak_bytes == peaks[0]
+    assert_best_of_all(step, every_choice(step), [1 / 8, 1 / 2])
 
 
 def test_nothing_is_streamed_that_fits() -> None:

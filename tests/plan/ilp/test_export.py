@@ -132,15 +132,7 @@ def test_names_of_equal_or_foreign_letters_are_told_apart(tmp_path: Path) -> Non
     assert len(set(whole.columns)) == len(whole.columns)
     whole.write(tmp_path / "step.lp")
     found = by_highs(tmp_path / "step.lp")
-    assert whole.seconds(found) == pytest.approx(
-        milp(program, costs, budget).seconds(found_by_pulp(program, costs, budget))
-    )
-
-
-def found_by_pulp(program: Any, costs: Any, budget: int) -> Any:
-    problem = milp(program, costs, budget).to_pulp()
-    problem.solve(pulp.COIN_CMD(path=CBC, msg=False, gapRel=0.0))
-    return problem
+    assert whole.seconds(found) == pytest.approx(simulate(program, whole.schedule(found), costs).seconds)
 
 
 def test_without_most_memory_rows_it_is_a_relaxation() -> None:
