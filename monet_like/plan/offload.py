@@ -33,85 +33,57 @@ AHEAD = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 #: Smaller gains than this share of the step do not count.
 LEAST_GAIN = 1e-6
 
-Find = Callable[[Program, Mapping[str, Cost]], Plan]
-
-
 Strategy = TypeVar("Strategy", bound=Callable[..., Plan])
 
 
 def plans_with_copies(strategy: Strategy) -> Strategy:
-    """Decorator: a strategy that plans copies that overlap with computing by `plan_copies`.
+    """Decorator: a strategy that plans copies that overlap with computing, and is asked for plans without such copies.
 
-    Each of `PRICES` has an equal share of the time limit. Programs without such copies go to ``strategy`` as they are.
+    Each of `PRICES` has an equal share of the time limit. A schedule given as ``start`` is the plan where nothing
+    faster is found. Programs without such copies go to ``strategy`` as they are.
     """
 
     @functools.wraps(strategy)
     def planned(program: Program, costs: Mapping[str, Cost], budget_bytes: int, **settings: Any) -> Plan:
         if not has_overlap(program):
             return strategy(program, costs, budget_bytes, **settings)
-        start = settings.pop("start", None)
+        start, extra_bytes = settings.pop("start", None), settings.get("extra_bytes", 0)
         if "time_limit_seconds" in settings:
             settings["time_limit_seconds"] /= len(PRICES)
-
-        def find(small: Program, priced: Mapping[str, Cost]) -> Plan:
-            return strategy(small, priced, budget_bytes, **settings)
-
-        extra_bytes = settings.get("extra_bytes", 0)
-        return plan_copies(program, costs, budget_bytes, find, extra_bytes=extra_bytes, start=start)
+        copying = {task.cost for task in program.tasks if task.copies}
+        best: Plan | None = None
+        if start is not None:
+            report = simulate(program, start, costs, extra_bytes=extra_bytes)
+            best = Plan(start, report, "feasible", found_by="start") if report.peak_bytes <= budget_bytes else None
+        failure: InfeasibleError | SolverError | None = None
+        seconds: dict[str, float] = {}
+        for price in PRICES:
+            small = without_overlap(program, copies=price is not None)
+            priced = {
+                key: Cost(cost.seconds * (price or 1.0), cost.workspace_bytes) if key in copying else cost
+                for key, cost in costs.items()
+            }
+            try:
+                with small.planning():
+                    found = strategy(small.program, priced, budget_bytes, **settings)
+            except (InfeasibleError, SolverError) as error:
+                failure = error
+                continue
+            schedule, report = hide(program, small.whole(found.schedule), costs, budget_bytes, extra_bytes)
+            seconds = {name: seconds.get(name, 0.0) + spent for name, spent in found.stage_seconds.items()}
+            if best is None or report.seconds < best.report.seconds:
+                best = Plan(
+                    schedule, report, "feasible", solver=found.solver, found_by=found.found_by, rows=found.rows,
+                    columns=found.columns, interrupted=found.interrupted,
+                )  # fmt: skip
+            if found.interrupted:
+                break
+        if best is None:
+            assert failure is not None
+            raise failure
+        return replace(best, stage_seconds=seconds)
 
     return cast(Strategy, planned)
-
-
-def plan_copies(
-    program: Program,
-    costs: Mapping[str, Cost],
-    budget_bytes: int,
-    find: Find,
-    *,
-    extra_bytes: int = 0,
-    start: Schedule | None = None,
-) -> Plan:
-    """The fastest plan of a program with copies.
-
-    Args:
-        find: plans a program without hidden copies at given costs.
-        start: a schedule to take where nothing faster is found.
-
-    Raises:
-        InfeasibleError, SolverError: by ``find``, where it has no plan at any price.
-    """
-    copying = {task.cost for task in program.tasks if task.copies}
-    best: Plan | None = None
-    if start is not None:
-        report = simulate(program, start, costs, extra_bytes=extra_bytes)
-        best = Plan(start, report, "feasible", found_by="start") if report.peak_bytes <= budget_bytes else None
-    failure: InfeasibleError | SolverError | None = None
-    seconds: dict[str, float] = {}
-    for price in PRICES:
-        small = without_overlap(program, copies=price is not None)
-        priced = {
-            key: Cost(cost.seconds * (price or 1.0), cost.workspace_bytes) if key in copying else cost
-            for key, cost in costs.items()
-        }
-        try:
-            with small.planning():
-                found = find(small.program, priced)
-        except (InfeasibleError, SolverError) as error:
-            failure = error
-            continue
-        schedule, report = hide(program, small.whole(found.schedule), costs, budget_bytes, extra_bytes)
-        seconds = {name: seconds.get(name, 0.0) + spent for name, spent in found.stage_seconds.items()}
-        if best is None or report.seconds < best.report.seconds:
-            best = Plan(
-                schedule, report, "feasible", solver=found.solver, found_by=found.found_by, rows=found.rows,
-                columns=found.columns, interrupted=found.interrupted,
-            )  # fmt: skip
-        if found.interrupted:
-            break
-    if best is None:
-        assert failure is not None
-        raise failure
-    return replace(best, stage_seconds=seconds)
 
 
 def hide(

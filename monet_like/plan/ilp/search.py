@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import inf
@@ -57,8 +58,6 @@ POLISH_SHARE = 0.05
 #: How many times as long as by default large programs are annealed from the parts' plan once more (measured: ResNet-50
 #: at 33 %: the best valley known by three of twelve pairs of seeds, by none of four as long as by default).
 LARGE_EFFORT = 3
-#: Seconds between two checks for Ctrl-C while the search waits for the thread that refines the bound.
-POLL_SECONDS = 0.2
 
 
 def find_within(
@@ -281,26 +280,14 @@ class Search(SearchState):
             yield
             return
         ended = threading.Event()
-        failed: list[BaseException] = []
-
-        def work() -> None:
+        ends = self.incumbent.started + (1 - POLISH_SHARE) * self.time_limit_seconds
+        with ThreadPoolExecutor(1, "bound") as pool:
+            refined = pool.submit(self._refine, lambda: ended.is_set() or self._closed("unrestricted"), ends)
             try:
-                ends = self.incumbent.started + (1 - POLISH_SHARE) * self.time_limit_seconds
-                self._refine(lambda: ended.is_set() or self._closed("unrestricted"), ends)
-            except BaseException as error:
-                failed.append(error)
-
-        thread = threading.Thread(target=work, name="bound")
-        thread.start()
-        try:
-            yield
-            while thread.is_alive():  # short waits, for Ctrl-C
-                thread.join(POLL_SECONDS)
-        finally:
-            ended.set()
-            thread.join()
-        if failed:
-            raise failed[0]
+                yield
+                refined.result()
+            finally:
+                ended.set()
 
     def _refine(self, stop: Callable[[], bool], ends: float, plans: bool = True) -> None:
         """Refine the bound until ``stop`` or until the monotonic clock's ``ends``.

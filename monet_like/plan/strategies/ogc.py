@@ -190,6 +190,7 @@ class _Graph:
             if not self.after[v]:
                 self.after[v] = 1 << self.target
                 self.before[self.target] |= 1 << v
+        self.around = [before | after for before, after in zip(self.before, self.after, strict=True)]
         parts = tuple(
             self._segment(part, self.source, self.target)
             for part in self._parts(self.source, self.target, (1 << count) - 1)
@@ -200,7 +201,7 @@ class _Graph:
 
     def _parts(self, a: int, b: int, within: int) -> list[int]:
         """The segments from a to b among the vertices ``within``: nothing else borders on them."""
-        left = within & self._reach(a, within, self.after) & self._reach(b, within, self.before)
+        left = _reach(self.after[a], within, self.after) & _reach(self.before[b], within, self.before)
         while True:
             ends_a, ends_b = left | 1 << a, left | 1 << b
             bad = [v for v in _members(left) if self.before[v] & ~ends_a or self.after[v] & ~ends_b]
@@ -209,30 +210,10 @@ class _Graph:
             left &= ~_bits(bad)
         found = []
         while left:
-            part = self._connected(left & -left, left)
+            part = _reach(left & -left, left, self.around)
             found.append(part)
             left &= ~part
         return found
-
-    def _reach(self, start: int, within: int, neighbours: Sequence[int]) -> int:
-        seen, new = 0, neighbours[start] & within
-        while new:
-            seen |= new
-            step = 0
-            for v in _members(new):
-                step |= neighbours[v]
-            new = step & within & ~seen
-        return seen
-
-    def _connected(self, seed: int, within: int) -> int:
-        seen, new = 0, seed
-        while new:
-            seen |= new
-            step = 0
-            for v in _members(new):
-                step |= self.before[v] | self.after[v]
-            new = step & within & ~seen
-        return seen
 
     def _segment(self, inside: int, a: int, b: int) -> _Segment:
         weight = sum(self.weights[v] for v in _members(inside))
@@ -307,6 +288,18 @@ def _dominated(dominator: Mapping[int, int | None], start: int, inside: int) -> 
             found[above] = found.get(above, 0) | 1 << v
             above = dominator[above] if above != start else None
     return found
+
+
+def _reach(new: int, within: int, neighbours: Sequence[int]) -> int:
+    """These vertices and those that can be reached from them by way of vertices within; all are within."""
+    seen, new = 0, new & within
+    while new:
+        seen |= new
+        step = 0
+        for v in _members(new):
+            step |= neighbours[v]
+        new = step & within & ~seen
+    return seen
 
 
 def _bits(members: Sequence[int] | frozenset[int]) -> int:
