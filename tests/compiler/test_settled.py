@@ -51,7 +51,9 @@ def test_peaks_are_exact_though_a_small_batch_was_measured(
     problem: tuple[Request, Captured, dict[str, Cost]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also where workspaces at the whole batch are all guessed as 0, so that the first plan does not fit."""
+    """Also where workspaces at the whole batch are all guessed as 0, so that the first plan does not fit. Those that
+    reach no peak stay guesses: single runs of all operators at the whole batch would take minutes for a large net.
+    """
     request, captured, exact = problem
     plans: list[int] = []
     plan_for, scale, at_whole_batch = pipeline.plan_for, Scaling.scale, quick._at_whole_batch
@@ -80,22 +82,14 @@ def test_peaks_are_exact_though_a_small_batch_was_measured(
         assert record.plain_peak_bytes == plain
         assert record.peak_bytes == simulate(captured.program, record.schedule, exact).peak_bytes
         assert record.peak_bytes <= record.budget_bytes == plain * share // 100
+        guesses = [key for key in exact if compiled.costs[key].workspace_bytes != exact[key].workspace_bytes]
+        assert wrong or guesses
         if not quickly:
             settled = exact.keys() - saved[-1].scaled
             assert settled and {saved[-1].costs[key].workspace_bytes for key in settled} <= {
                 exact[key].workspace_bytes for key in settled
             }
     assert len(plans) > 2 or not wrong  # one or both did not fit at first
-
-
-@pytest.mark.slow
-def test_workspaces_that_reach_no_peak_stay_guesses(problem: tuple[Request, Captured, dict[str, Cost]]) -> None:
-    """Where the first plan fits; single runs of all operators at the whole batch would take minutes for a large net."""
-    request, captured, exact = problem
-    saved: list[Profile] = []
-    record = compile_schedule(request, lambda plain: plain, CPU, captured=captured, save_profile=saved.append).record
-    assert record.peak_bytes == simulate(captured.program, record.schedule, exact).peak_bytes
-    assert saved[-1].scaled
 
 
 def test_a_file_knows_which_workspaces_are_guessed(problem: tuple[Request, Captured, dict[str, Cost]]) -> None:

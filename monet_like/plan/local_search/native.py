@@ -155,9 +155,8 @@ class NativeEngine:
     def improve(self, policy: Policy, settings: Settings) -> Policy:
         """Simulated annealing: the fastest policy seen that fits, or the one nearest to fitting."""
         current, best = policy.copy(), policy.copy()
-        lists = [
-            array("i", some) or array("i", [0]) for some in (settings.candidates, settings.choices, settings.preferring)
-        ]
+        changeable = (self.t.changeable, self.t.choices, self.t.preferring)
+        lists = [array("i", some) or array("i", [0]) for some in changeable]
         passed = _Settings(
             settings.budget_bytes,
             settings.evaluations,
@@ -167,9 +166,7 @@ class NativeEngine:
             settings.last_weight,
             settings.first_temperature,
             settings.last_temperature,
-            len(settings.candidates),
-            len(settings.choices),
-            len(settings.preferring),
+            *map(len, changeable),
             *map(storage_of, lists),
         )
         self.library.monet_like_improve(

@@ -21,6 +21,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import inf
 
 from ...ir.program import Cost, Program
@@ -93,18 +94,12 @@ class Settings:
             schedule's seconds, at the beginning and at the end.
         first_temperature, last_temperature: how much slower a policy may be on average to be accepted, as a share of
             the schedule's seconds.
-        candidates: values whose decisions may change.
-        choices: slots with several options.
-        preferring: values with several makers in the forward.
     """
 
     budget_bytes: int
     evaluations: int
     most_steps: int
     seed: int
-    candidates: tuple[int, ...]
-    choices: tuple[int, ...]
-    preferring: tuple[int, ...]
     first_weight: float = 0.3
     last_weight: float = 20.0
     first_temperature: float = 3e-3
@@ -207,6 +202,16 @@ class Tables:
     stages: tuple[int, ...]
     ends: tuple[int, ...]
     changeable: tuple[int, ...]
+
+    @cached_property
+    def choices(self) -> tuple[int, ...]:
+        """Slots with several options."""
+        return tuple(slot for slot, options in enumerate(self.options) if len(options) > 1)
+
+    @cached_property
+    def preferring(self) -> tuple[int, ...]:
+        """Values with several makers in the forward."""
+        return tuple(v for v, makers in enumerate(self.first) if len(makers) > 1)
 
     def policy(self, keep: Sequence[bool], hold: bool, smallest: bool) -> Policy:
         """A policy that keeps what may be kept of ``keep`` and takes the fastest or smallest option everywhere."""

@@ -181,9 +181,6 @@ class Searcher:
                 evaluations=effort * evaluations,
                 most_steps=effort * MOST_STEPS,
                 seed=seed + number,
-                candidates=self.tables.changeable,
-                choices=tuple(slot for slot, options in enumerate(self.tables.options) if len(options) > 1),
-                preferring=tuple(v for v, makers in enumerate(self.tables.first) if len(makers) > 1),
                 **cooler,
             )
             for number in range(len(starts))

@@ -20,21 +20,9 @@ from monet_like.ir.simulate import simulate
 from monet_like.plan import store_all
 from monet_like.plan.local_search.judge import Judge
 from monet_like.plan.local_search.native import NativeEngine, library
-from monet_like.plan.local_search.policy import Settings, Tables, make_tables, to_policy, to_schedule
+from monet_like.plan.local_search.policy import Settings, make_tables, to_policy, to_schedule
 from monet_like.plan.local_search.searcher import Found, Searcher, find_start, smallest_known
 from monet_like.variants import admitted
-
-
-def settings(tables: Tables, budget: int, seed: int, evaluations: int) -> Settings:
-    return Settings(
-        budget,
-        evaluations,
-        10**9,
-        seed,
-        tables.changeable,
-        tuple(slot for slot, options in enumerate(tables.options) if len(options) > 1),
-        tuple(v for v, makers in enumerate(tables.first) if len(makers) > 1),
-    )
 
 
 @pytest.mark.slow(every=5)
@@ -50,8 +38,7 @@ def test_compiled_and_python_judges_agree_to_the_bit_and_with_the_simulator(firs
         native, python = NativeEngine(tables, compiled), Judge(tables)
         budget = program.resident_bytes + 18
         start = tables.policy([True] * len(tables.bytes), hold=True, smallest=False)
-        given = settings(tables, budget, seed, 200)
-        found = native.improve(start, given)
+        found = native.improve(start, Settings(budget, 200, 10**9, seed))
         assert native.judge(found, budget) == python.judge(found, budget), seed
         answer = native.judge(found, budget)
         if answer is not None and not seed % 3:
