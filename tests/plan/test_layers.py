@@ -52,7 +52,3 @@ def test_planner_modules_import_only_what_stands_before_them(arrows: nx.DiGraph,
             assert house.box(other) in OUTSIDE, f"{name} imports {other}"
     for name, path in house.modules().items():
         assert name not in modules or house.libraries(path).isdisjoint({"torch", "monet_like"}), name
-
-
-def test_planner_modules_import_each_other_in_no_circle(arrows: nx.DiGraph, modules: set[str]) -> None:
-    assert nx.is_directed_acyclic_graph(arrows.subgraph(modules))
