@@ -43,6 +43,14 @@ def largest_size(fits: Callable[[int], bool], begin: int = 1, *, powers: bool = 
 
 @plans_without_refused
 @plans_without_overlap
+def lowest_quickly(program: Program, costs: Mapping[str, Cost], *, extra_bytes: int = 0) -> Smallest | None:
+    """The schedule with the lowest peak that a plan falls back to where nothing fits; so a plan within it is found."""
+    known = smallest_known(program, costs, extra_bytes=extra_bytes)
+    return known and Smallest(*known, floor_bytes(program, costs, extra_bytes)[0])
+
+
+@plans_without_refused
+@plans_without_overlap
 def smallest_budget(
     program: Program,
     costs: Mapping[str, Cost],
@@ -62,14 +70,13 @@ def smallest_budget(
         SolverError: not even one schedule was found.
     """
     started = time.monotonic()
-    known = smallest_known(program, costs, extra_bytes=extra_bytes)
+    known = lowest_quickly(program, costs, extra_bytes=extra_bytes)
     if known is None:
         raise SolverError("the search found no schedule of this program at all")
-    proven, _ = floor_bytes(program, costs, extra_bytes)
     return find_lowest(
         program,
         costs,
-        Smallest(*known, proven),
+        known,
         lambda budget, seconds: find_within(program, costs, budget, seconds, solver, extra_bytes),
         extra_bytes=extra_bytes,
         solver=solver,
@@ -159,14 +166,6 @@ def percent_per_tenth(points: Sequence[FrontPoint]) -> tuple[float | None, ...]:
         there = numpy.interp(1.1 * point.budget_bytes, budgets, seconds)
         found.append(float(100 * (1 - there / here)))
     return tuple(found)
-
-
-@plans_without_refused
-@plans_without_overlap
-def lowest_quickly(program: Program, costs: Mapping[str, Cost], *, extra_bytes: int = 0) -> Smallest | None:
-    """The schedule with the lowest peak that a plan falls back to where nothing fits; so a plan within it is found."""
-    known = smallest_known(program, costs, extra_bytes=extra_bytes)
-    return known and Smallest(*known, floor_bytes(program, costs, extra_bytes)[0])
 
 
 @plans_without_refused

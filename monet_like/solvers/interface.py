@@ -113,7 +113,6 @@ def solve(
     """Minimise ``problem``.
 
     Args:
-        problem: the 0/1 program.
         solver: a name that `check_solver` accepts.
         time_limit_seconds: wall seconds in all; then the solver is stopped.
         gap: relative gap at which it may stop.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ...ir.program import Cost, Program
 from ...ir.schedule import Schedule
 from ...solvers.matrix import ONE, ZERO, Expr, total
-from ..analysis import Needs, pinned_values
+from ..analysis import find_needs, pinned_values
 from ..rows import Rows
 
 
@@ -223,9 +223,9 @@ class Columns(Rows):
         return result
 
 
-def estimated_columns(program: Program, needs: Needs, options: Options = Options()) -> int:
+def estimated_columns(program: Program, options: Options = Options()) -> int:
     """About how many columns the program has, at most: run columns, and as many for carrying."""
-    runs, window = 0, options.window
+    runs, window, needs = 0, options.window, find_needs(program)
     stages = needs.reading_stages if options.reading_only else needs.stages
     for p, task in enumerate(program.tasks):
         last = max((needs.last[v] for v in task.writes), default=0) if needs.rerun[p] else 0

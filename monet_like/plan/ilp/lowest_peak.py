@@ -20,7 +20,7 @@ from ...ir.program import Cost, Program
 from ...ir.schedule import Schedule
 from ...ir.simulate import Report, simulate
 from ...ir.units import format_bytes
-from ..analysis import find_needs, floor_bytes
+from ..analysis import floor_bytes
 from ..local_search.searcher import find_start, smallest_known
 from .columns import estimated_columns
 from .decode import decode, encode
@@ -67,7 +67,7 @@ def smallest_known_budget(report: Report) -> str:
 
 def is_small(program: Program) -> bool:
     """Whether one integer program finds the lowest peak in about a second."""
-    return estimated_columns(program, find_needs(program)) <= MOST_COLUMNS
+    return estimated_columns(program) <= MOST_COLUMNS
 
 
 def find_lowest(
@@ -136,35 +136,27 @@ def find_quickly(
         options: further ones of `find_start`.
     """
     floor, _ = floor_bytes(program, costs, extra_bytes)
-    known: tuple[Schedule, Report] | None = None
 
     def start(**more: Any) -> Smallest | None:
         found = find_start(
             program, costs, budget_bytes, extra_bytes=extra_bytes, **{"enough": enough, **options, **more}
         )
-        if found is None:
-            return None
-        return Smallest(found, simulate(program, found, costs, extra_bytes=extra_bytes), floor)
+        return found and Smallest(found, simulate(program, found, costs, extra_bytes=extra_bytes), floor)
 
-    if (
-        floor <= budget_bytes and is_small(program) and start(evaluations=0) is None
-    ):  # annealing would try for long here
+    def lowest() -> Smallest | None:
         known = smallest_known(program, costs, extra_bytes=extra_bytes, enough=lambda: enough(False))
-        if known is not None and known[1].peak_bytes > budget_bytes:
-            lowest = minimise_peak(
-                program,
-                costs,
-                Smallest(*known, floor),
-                budget_bytes,
-                extra_bytes=extra_bytes,
-                seconds=min(seconds, SECONDS),
-            )
-            faster = start(start=lowest.schedule) if lowest.report.peak_bytes <= budget_bytes else None
-            return faster or lowest
-    if floor <= budget_bytes and (found := start()) is not None:
-        return found
-    known = known or smallest_known(program, costs, extra_bytes=extra_bytes, enough=lambda: enough(False))
-    return None if known is None else Smallest(*known, floor)
+        return known and Smallest(*known, floor)
+
+    if floor > budget_bytes:
+        return lowest()
+    if not is_small(program) or start(evaluations=0) is not None:
+        return start() or lowest()
+    known = lowest()  # annealing would try for long here
+    if known is None or known.report.peak_bytes <= budget_bytes:
+        return start() or known
+    most = min(seconds, SECONDS)
+    found = minimise_peak(program, costs, known, budget_bytes, extra_bytes=extra_bytes, seconds=most)
+    return (start(start=found.schedule) if found.report.peak_bytes <= budget_bytes else None) or found
 
 
 def minimise_peak(

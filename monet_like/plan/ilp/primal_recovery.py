@@ -40,12 +40,7 @@ class Recovery:
 
 
 def recover_plan(relaxation: PartsRelaxation, searcher: Searcher, budget_bytes: int) -> Recovery | None:
-    """A bound and a plan for a budget; None if some part cannot be solved in time.
-
-    Args:
-        relaxation: of the searcher's program.
-        searcher: judges the plans.
-    """
+    """A bound and a plan of the searcher's program for a budget; None if some part cannot be solved in time."""
     step = relaxation.step()
     if step is None:
         return None

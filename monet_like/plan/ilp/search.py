@@ -27,7 +27,6 @@ from ...ir.schedule import Schedule
 from ...ir.simulate import Report
 from ...ir.units import format_bytes
 from ...solvers.pool import Pool
-from ..analysis import find_needs
 from ..bound.parts import PartsRelaxation
 from ..bound.refinement import Refinement
 from ..local_search.searcher import Searcher, find_start
@@ -97,7 +96,8 @@ class Search(SearchState):
         formulation: Formulation | None = None
         interrupted = False
         try:
-            if self.options is None and self._columns(Options(window=WINDOW, reading_only=True)) > MOST_WINDOWED:
+            windowed = Options(window=WINDOW, reading_only=True)
+            if self.options is None and estimated_columns(self.program, windowed) > MOST_WINDOWED:
                 self._plan_large()
                 return self._plan(None, "")
             formulation = self._plan_whole(solver)
@@ -170,7 +170,7 @@ class Search(SearchState):
         chosen = self.options is None  # restrictions that were asked for stay
         enough = self.left > SECOND_SHARE * self.time_limit_seconds or self.best is None
         done = verdict == "infeasible" if self.best is None else not self._closed("unrestricted")
-        if restricted and chosen and enough and done and self._columns(Options()) < MOST_UNRESTRICTED:
+        if restricted and chosen and enough and done and estimated_columns(self.program) < MOST_UNRESTRICTED:
             formulation = self._build(Options())
             verdict = self._solve(formulation, solver)
             restricted = False
@@ -313,13 +313,11 @@ class Search(SearchState):
 
     # ---- the integer program ------------------------------------------------------------------------------
 
-    def _columns(self, options: Options) -> int:
-        return estimated_columns(self.program, find_needs(self.program), options)
-
     def _choose_options(self) -> Options:
         """Small values are kept, and tasks run again only where the backward reads; large programs get a window."""
         options = Options(pin_bytes=self.pin_bytes, reading_only=True)
-        return options if self._columns(options) <= MOST_COLUMNS else replace(options, window=WINDOW)
+        has_few = estimated_columns(self.program, options) <= MOST_COLUMNS
+        return options if has_few else replace(options, window=WINDOW)
 
     def _build(self, options: Options) -> Formulation:
         begin = time.monotonic()

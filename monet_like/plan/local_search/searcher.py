@@ -213,8 +213,6 @@ def find_start(
     """A schedule within ``budget_bytes`` (bytes), as fast as the search finds; None if it finds none.
 
     Args:
-        program, costs: the step to plan.
-        budget_bytes: the limit on the peak.
         extra_bytes: resident memory beyond the program's.
         pin_bytes: values up to this size are always kept, and counted throughout.
         seed: of the random changes.

@@ -117,11 +117,9 @@ def longer_menus(
     schedules: Sequence[Sequence[Schedule]],
     point: Callable[[int, Schedule], Point],
 ) -> Step:
-    """The step whose menus have further schedules, where the program's rules admit them; equal pieces get the same.
+    """The step whose menus have further schedules (`Bound.schedules`), where the program's rules admit them.
 
-    Args:
-        step, relaxations, point: see `Chooser`.
-        schedules: see `Bound.schedules`.
+    Equal pieces get the same. Other arguments are those of `Chooser`.
     """
     menus: list[tuple[Point, ...]] = []
     for place, (relaxation, menu) in enumerate(zip(relaxations, step.menus, strict=True)):
