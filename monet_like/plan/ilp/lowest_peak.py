@@ -141,7 +141,9 @@ def find_quickly(
         found = find_start(
             program, costs, budget_bytes, extra_bytes=extra_bytes, **{"enough": enough, **options, **more}
         )
-        return found and Smallest(found, simulate(program, found, costs, extra_bytes=extra_bytes), floor)
+        if found is None:
+            return None
+        return Smallest(found, simulate(program, found, costs, extra_bytes=extra_bytes), floor)
 
     def lowest() -> Smallest | None:
         known = smallest_known(program, costs, extra_bytes=extra_bytes, enough=lambda: enough(False))
