@@ -29,8 +29,7 @@ class Prepared:
         variants_cublas_bytes: the workspaces where only variants multiply: for schedules that take one.
         plain: the simulator's report on plain PyTorch's schedule.
         stage_seconds: wall seconds of capture and profile.
-        guessed: keys of costs whose workspace was not measured at this batch, with the most bytes it may be
-            (`QuickCosts`).
+        guessed: keys of costs whose workspace was not measured at this batch, with the most bytes it may be.
     """
 
     __repr__ = short_repr

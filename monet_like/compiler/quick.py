@@ -18,7 +18,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -48,17 +48,9 @@ RUN_SECONDS = 1.5
 MOST_WORKSPACE = 3
 
 
-@dataclass(frozen=True)
-class QuickCosts:
-    """Costs that are partly estimated.
-
-    Attributes:
-        profile: the costs and where they come from.
-        guessed: keys of the costs whose workspace was measured at a small batch, with the most that it may be in bytes.
-    """
-
-    profile: Profile
-    guessed: Mapping[str, int]
+#: Costs that are partly estimated; and the keys of those whose workspace was measured at a small batch, with the most
+#: bytes that it may be.
+Partly = tuple[Profile, Mapping[str, int]]
 
 
 def quick_costs(
@@ -68,7 +60,7 @@ def quick_costs(
     profile: Profile | None = None,
     progress: Progress | None = None,
     seconds: float = math.inf,
-) -> QuickCosts:
+) -> Partly:
     """Costs of all tasks in about `ALLOWANCE_SECONDS`; what a profile of this device knows is not measured.
 
     Args:
@@ -108,12 +100,10 @@ def quick_costs(
     if len(timed) < len(ordered):
         note += ", the others estimated"
     made = replace(to_profile(costs, device, ""), note=sources(captured, known, note))
-    return QuickCosts(made, most)
+    return made, most
 
 
-def scaled_costs(
-    captured: Captured, earlier: Prepared, device: torch.device, profile: Profile | None = None
-) -> QuickCosts:
+def scaled_costs(captured: Captured, earlier: Prepared, device: torch.device, profile: Profile | None = None) -> Partly:
     """Costs of a program from those of the same program at other sizes: nothing is measured.
 
     Seconds grow as the device's rates tell, workspaces as what the operator touches. What a profile of this device
@@ -137,7 +127,7 @@ def scaled_costs(
             most[mine.cost] = max(workspace, MOST_WORKSPACE * touched)
     made = to_profile({**costs, **known.costs}, device, "")
     note = sources(captured, known, "estimated from those at other sizes")
-    return QuickCosts(replace(made, note=note), most | most_workspaces(captured, known))
+    return replace(made, note=note), most | most_workspaces(captured, known)
 
 
 def most_workspaces(captured: Captured, profile: Profile) -> dict[str, int]:
@@ -288,7 +278,7 @@ def priced(
     quick: bool,
     seconds: float,
     earlier: Prepared | None = None,
-) -> tuple[Profile, Mapping[str, int]]:
+) -> Partly:
     """The costs of a program, and the keys of those whose workspace is guessed.
 
     Args:
@@ -297,9 +287,7 @@ def priced(
     """
     if quick and not isinstance(profile, DeviceLimits) and (profile is None or profile.device == device_name(device)):
         if earlier is None:
-            partly = quick_costs(request, captured, device, profile, progress, seconds)
-        else:
-            partly = scaled_costs(captured, earlier, device, profile)
-        return partly.profile, partly.guessed
+            return quick_costs(request, captured, device, profile, progress, seconds)
+        return scaled_costs(captured, earlier, device, profile)
     found = profiled(request, captured, device, profile, save_profile, progress)
     return found, most_workspaces(captured, found) if found.device == device_name(device) else {}

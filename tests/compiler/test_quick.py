@@ -104,14 +104,12 @@ def test_the_most_influential_operators_are_timed_within_the_allowance(monkeypat
 
     monkeypatch.setattr(quick, "measure_partly", noting)
     monkeypatch.setattr(quick.time, "monotonic", ticking(6))  # one question as it begins, one before each operator
-    found = quick_costs(request, captured, CPU)
+    found, guessed = quick_costs(request, captured, CPU)
     assert timed == sorted(ordered[:5])
-    assert found.profile.note == f"5 of {len(ordered)} operators timed quickly at batch 16, the others estimated"
-    assert found.guessed == {}
+    assert found.note == f"5 of {len(ordered)} operators timed quickly at batch 16, the others estimated"
+    assert guessed == {}
     exact = measured_costs(request, captured, CPU, timed=False)[0]
-    assert {k: c.workspace_bytes for k, c in found.profile.costs.items()} == {
-        k: c.workspace_bytes for k, c in exact.items()
-    }
+    assert {k: c.workspace_bytes for k, c in found.costs.items()} == {k: c.workspace_bytes for k, c in exact.items()}
 
 
 def test_measured_times_are_used_at_the_wanted_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +124,7 @@ def test_measured_times_are_used_at_the_wanted_batch(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(quick, "measure_partly", three)
     for batch, seconds in ((16, 3.0), (4, 12.0)):
         first.clear()
-        costs = quick_costs(replace(request, profile_batch=batch), captured, CPU).profile.costs
+        costs = quick_costs(replace(request, profile_batch=batch), captured, CPU)[0].costs
         assert [costs[key].seconds for key in first] == [seconds] * 3
 
 
@@ -135,10 +133,10 @@ def test_what_the_store_knows_is_not_measured() -> None:
     saved: list[Profile] = []
     full = pipeline.prepare(request, CPU, save_profile=saved.append, captured=captured)
     dated = replace(saved[-1], days=dict.fromkeys(saved[-1].costs, "2026-11-24"), note="")
-    found = quick_costs(request, captured, CPU, dated)
-    assert found.profile.costs == full.costs
+    found, _ = quick_costs(request, captured, CPU, dated)
+    assert found.costs == full.costs
     count = len(distinct_tasks(captured))
-    assert found.profile.note == f"{count} of {count} operators reused, measured on 2026-11-24"
+    assert found.note == f"{count} of {count} operators reused, measured on 2026-11-24"
 
 
 def test_times_grow_with_the_time_for_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +150,7 @@ def test_times_grow_with_the_time_for_workspaces(monkeypatch: pytest.MonkeyPatch
 
 def test_where_no_time_is_left_all_workspaces_are_measured_and_no_time() -> None:
     request, captured = problem()
-    found, whole = (quick_costs(request, captured, CPU, seconds=seconds).profile for seconds in (0.0, inf))
+    found, whole = (quick_costs(request, captured, CPU, seconds=seconds)[0] for seconds in (0.0, inf))
     assert found.note.startswith("0 of ") and found.costs.keys() == whole.costs.keys()
     assert all(cost.workspace_bytes == whole.costs[key].workspace_bytes for key, cost in found.costs.items())
     assert all(cost.seconds > 0 for cost in found.costs.values() if cost.seconds < inf)
