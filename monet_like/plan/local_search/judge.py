@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import inf
 
-from .policy import AGAIN, FIRST, MOST_EARLY, NEVER, Judgement, Policy, Runs, Settings, Tables
+from ...ir.schedule import Schedule
+from .policy import AGAIN, FIRST, MOST_EARLY, NEVER, Judgement, Policy, Settings, Tables
 
 
 class Judge:
@@ -19,8 +20,8 @@ class Judge:
     def __init__(self, tables: Tables) -> None:
         self.t = tables
 
-    def judge(self, policy: Policy, budget_bytes: int) -> tuple[Judgement, Runs] | None:
-        """The cost of a policy, and what its schedule runs; None if it cannot be carried out."""
+    def judge(self, policy: Policy, budget_bytes: int) -> tuple[Judgement, Schedule] | None:
+        """The cost of a policy, and its schedule before `prune`; None if it cannot be carried out."""
         again = _derive(self.t, policy)
         return None if again is None else _Account(self.t, policy, budget_bytes).run(again)
 
@@ -110,21 +111,22 @@ class _Account:
         self.alive = 0
         self.seconds, self.peak, self.excess, self.steps = 0.0, 0, 0.0, 0
 
-    def run(self, again: list[list[int]]) -> tuple[Judgement, Runs] | None:
+    def run(self, again: list[list[int]]) -> tuple[Judgement, Schedule] | None:
         t, wanted = self.t, self.wanted
         fixed = t.resident_bytes + t.output_bytes
-        runs = Runs([], [[] for _ in again], [0] * len(again))
+        forward, ways = list[int](), [0] * len(again)
+        rerun: list[list[int]] = [[] for _ in again]
         for slot in reversed(range(len(again))):
             option = t.options[slot][self.policy.option[slot]]
             for v in t.option_reads[option]:
                 if not wanted[v] and not t.output[v]:
                     wanted[v] = True
                     self.alive += t.bytes[v]
-            runs.ways[slot] = self._way(option, fixed + t.during[slot] + self.alive)
+            ways[slot] = self._way(option, fixed + t.during[slot] + self.alive)
             for c in reversed(again[slot]):
                 task = self._settle(c, AGAIN, fixed + t.before[slot])
                 if task >= 0:
-                    runs.again[slot].append(task)
+                    rerun[slot].append(task)
         for v, is_output in enumerate(t.output):
             if is_output:
                 wanted[v] = True
@@ -137,12 +139,13 @@ class _Account:
                 task = self._settle(c, FIRST, t.resident_bytes)
                 if task < 0:
                     return None
-                runs.forward.append(task)
+                forward.append(task)
                 for v in t.writes[c]:
                     self.written[v] = 1 + t.once[c]
         if any(wanted):
             return None
-        return Judgement(self.seconds, self.peak, self.excess, self.steps), runs
+        schedule = Schedule(tuple(forward), tuple(map(tuple, rerun)), tuple(ways))
+        return Judgement(self.seconds, self.peak, self.excess, self.steps), schedule
 
     def _count(self, memory: int, seconds: float) -> None:
         self.seconds += seconds

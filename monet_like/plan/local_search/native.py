@@ -12,8 +12,9 @@ from functools import cache
 from typing import Any
 
 from ...build import library_path
+from ...ir.schedule import Schedule
 from .judge import Judge
-from .policy import Judgement, Policy, Runs, Settings, Tables
+from .policy import Judgement, Policy, Settings, Tables
 
 _TYPES: dict[str, Any] = {"i": ctypes.c_int32, "q": ctypes.c_int64, "d": ctypes.c_double, "B": ctypes.c_uint8}
 
@@ -127,8 +128,8 @@ class NativeEngine:
     def _lists(self, start: str, entries: str, lists: Sequence[Sequence[int]]) -> dict[str, Any]:
         return {start: self._starts(lists), entries: self._point("i", (v for one in lists for v in one))}
 
-    def judge(self, policy: Policy, budget_bytes: int) -> tuple[Judgement, Runs] | None:
-        """The cost of a policy, and what its schedule runs; None if it cannot be carried out."""
+    def judge(self, policy: Policy, budget_bytes: int) -> tuple[Judgement, Schedule] | None:
+        """The cost of a policy, and its schedule before `prune`; None if it cannot be carried out."""
         slots = len(self.t.options)
         # A class runs at most once per stage.
         room = max(1, len(self.t.writes))
@@ -147,10 +148,12 @@ class NativeEngine:
             return None
         # Slots are settled from the last to the first: a slot's runs begin where those of the slot after it end.
         ends = [*starts[:slots], 0]
-        again_tasks = [[self.tasks[m] for m in again[ends[slot + 1] : ends[slot]]] for slot in range(slots)]
-        judged = Judgement(found.seconds, found.peak, found.excess, found.steps)
-        forward_tasks = [self.tasks[m] for m in forward[: runs.forward_count]]
-        return judged, Runs(forward_tasks, again_tasks, [self.way_numbers[k] for k in ways[:slots]])
+        schedule = Schedule(
+            tuple([self.tasks[m] for m in forward[: runs.forward_count]]),
+            tuple([tuple([self.tasks[m] for m in again[ends[slot + 1] : ends[slot]]]) for slot in range(slots)]),
+            tuple([self.way_numbers[k] for k in ways[:slots]]),
+        )
+        return Judgement(found.seconds, found.peak, found.excess, found.steps), schedule
 
     def improve(self, policy: Policy, settings: Settings) -> Policy:
         """Simulated annealing: the fastest policy seen that fits, or the one nearest to fitting."""

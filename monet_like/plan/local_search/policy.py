@@ -25,7 +25,7 @@ from functools import cached_property
 from math import inf
 
 from ...ir.program import Cost, Program
-from ...ir.schedule import Schedule, prune
+from ...ir.schedule import Schedule
 from ...ir.simulate import cost_of
 from ..analysis import (
     BackwardBytes,
@@ -104,15 +104,6 @@ class Settings:
     last_weight: float = 20.0
     first_temperature: float = 3e-3
     last_temperature: float = 1e-5
-
-
-@dataclass
-class Runs:
-    """The runs of a policy's schedule: tasks of the forward and before every slot, and the way of every slot."""
-
-    forward: list[int]
-    again: list[list[int]]
-    ways: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,13 +326,6 @@ def _member(program: Program, costs: Mapping[str, Cost], rerun: Sequence[bool], 
     runs = (FIRST if task.runs != "again" else 0) | (AGAIN if rerun[p] else 0)
     taken = -1 if task.overwrites is None else task.overwrites
     return Member(p, cost_of(task, costs).seconds, net_workspace(program, costs, task), taken, runs)
-
-
-def to_schedule(
-    program: Program, forward: Sequence[int], again: Sequence[Sequence[int]], ways: Sequence[int]
-) -> Schedule:
-    """A schedule of task and way indices in any order, without useless runs."""
-    return prune(program, Schedule(tuple(sorted(forward)), tuple(tuple(sorted(t)) for t in again), tuple(ways)))
 
 
 def to_policy(program: Program, tables: Tables, schedule: Schedule) -> Policy:

@@ -14,11 +14,11 @@ from math import inf, isqrt
 
 from ...errors import ScheduleError
 from ...ir.program import Cost, Program
-from ...ir.schedule import Schedule
+from ...ir.schedule import Schedule, prune
 from ...ir.simulate import Report, simulate
 from .judge import Judge
 from .native import engine
-from .policy import MOST_EARLY, Judgement, Policy, Settings, make_tables, to_policy, to_schedule
+from .policy import MOST_EARLY, Judgement, Policy, Settings, make_tables, to_policy
 
 #: Policies evaluated by one annealing by default, and the most runs of tasks in all of them: a second or two.
 EVALUATIONS = 120_000
@@ -66,8 +66,7 @@ class Searcher:
         judged = self.engine.judge(policy, budget_bytes)
         if judged is None:
             return None
-        runs = judged[1]
-        schedule = to_schedule(self.program, runs.forward, runs.again, runs.ways)
+        schedule = prune(self.program, judged[1])
         try:
             return schedule, simulate(self.program, schedule, self.costs, extra_bytes=self.extra_bytes)
         except ScheduleError:  # the tasks of two classes interleave in one stage: not a plan

@@ -15,12 +15,12 @@ from torch import nn
 
 from monet_like.capture.lower.step import capture
 from monet_like.ir.program import Cost, Program, Task, Value
-from monet_like.ir.schedule import Schedule
+from monet_like.ir.schedule import Schedule, prune
 from monet_like.ir.simulate import simulate
 from monet_like.plan import store_all
 from monet_like.plan.local_search.judge import Judge
 from monet_like.plan.local_search.native import NativeEngine, library
-from monet_like.plan.local_search.policy import Settings, make_tables, to_policy, to_schedule
+from monet_like.plan.local_search.policy import Settings, make_tables, to_policy
 from monet_like.plan.local_search.searcher import Found, Searcher, find_start, smallest_known
 from monet_like.variants import admitted
 
@@ -198,7 +198,7 @@ def test_tasks_that_run_only_first_write_no_value_twice_in_the_forward() -> None
         answer = Judge(tables).judge(policy, 10)
         assert compiled is None or NativeEngine(tables, compiled).judge(policy, 10) == answer
         if answer is not None:
-            schedule = to_schedule(program, answer[1].forward, answer[1].again, answer[1].ways)
+            schedule = prune(program, answer[1])
             assert simulate(program, schedule, searcher.costs).seconds == answer[0].seconds
             carried_out.add(schedule.forward)
     assert carried_out == {(0, 2, 4), (0, 1, 3, 4)}
