@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from later import Later
 from torch import Tensor, nn
-from training import run, twin
+from training import Outcome, run, twin
 
 from monet_like.ops.caches import LARGEST_BLOCK
 
@@ -120,3 +120,14 @@ def expected_weight_gradients(made: Made, drop: Callable[[Tensor], Tensor], firs
         layer(drop(x)).backward(grad)
         found[f"gradient {name}.weight"] = layer.weight.grad
     return found
+
+
+def assert_only_changed(plain: Outcome, outcome: Outcome, wanted: dict[str, Tensor], tolerance: float) -> set[str]:
+    """Nothing but these gradients differs from plain PyTorch's, and they are the definition's; those that differ."""
+    changed = {key for key, difference in plain.differences(outcome).items() if difference}
+    assert changed <= set(wanted)
+    for key, gradient in wanted.items():
+        found = outcome.gradients[key.removeprefix("gradient ")]
+        assert found is not None
+        assert float((found - gradient).norm() / gradient.norm()) <= tolerance, key
+    return changed

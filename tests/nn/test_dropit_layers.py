@@ -12,13 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from dropped_models import (
-    MODELS,
-    Attention,
-    dropped,
-    expected_weight_gradients,
-    mlp,
-)
+from dropped_models import MODELS, Attention, assert_only_changed, dropped, expected_weight_gradients, mlp
 from torch import nn
 from training import run, twin
 
@@ -35,13 +29,8 @@ def test_changed_layers(name: str, share: float) -> None:
     changed = monet_like.to_dropit(twin(model), gamma=share)
     outcome = run(changed, args, {})
     wanted = expected_weight_gradients(made, lambda x: dropped(x, share), first=True)
-    changed_keys = {key for key, difference in plain.differences(outcome).items() if difference}
-    assert changed_keys <= set(wanted)
-    assert changed_keys == set(wanted) or share == 0.5  # a ReLU's zeros can be dropped
-    for key, gradient in wanted.items():
-        found = outcome.gradients[key.removeprefix("gradient ")]
-        assert found is not None
-        assert float((found - gradient).norm() / gradient.norm()) <= (0.01 if name == "bfloat16" else 1e-6), key
+    differ = assert_only_changed(plain, outcome, wanted, 0.01 if name == "bfloat16" else 1e-6)
+    assert differ == set(wanted) or share == 0.5  # a ReLU's zeros can be dropped
 
 
 def test_dropping_draws_no_random_numbers_and_keeps_the_largest() -> None:

@@ -16,6 +16,7 @@ import torch
 from algorithm_cases import EXACT, FORMATS, MODE, Attends, captured
 from click.testing import CliRunner
 from random_programs import best_seconds, random_program
+from taking import outcome, random_inputs
 from torch import nn
 
 from monet_like.capture.captured import Captured, fake_mode
@@ -25,7 +26,7 @@ from monet_like.compiler.costs import measured_costs
 from monet_like.compiler.request import Request
 from monet_like.errors import InfeasibleError, ProfileError
 from monet_like.ir.profile_file import Profile
-from monet_like.ir.program import REFUSED, Cost, Program, Task
+from monet_like.ir.program import REFUSED, Cost, Program
 from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.ir.simulate import simulate
 from monet_like.plan import plan
@@ -35,7 +36,6 @@ from monet_like.plan.subprogram import without_refused
 from monet_like.profile.devices import DEVICES
 from monet_like.profile.roofline import roofline
 from monet_like.profile.scaling import Scaling, on_line
-from monet_like.runtime.codegen import Block, compile_block
 from monet_like.variants import admitted
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -91,26 +91,12 @@ def test_nothing_is_offered_unasked_or_for_a_cpu() -> None:
     assert admitted(raw, MODE).program.fingerprint == admitted(raw, EXACT).program.fingerprint
 
 
-def outcome(of: Captured, task: Task, inputs: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """What a task makes on the CPU of random inputs."""
-    for value in task.reads:
-        meta = of.metas[value]
-        if value not in inputs:
-            storage = torch.randn(meta.storage_bytes // meta.dtype.itemsize).to(meta.dtype)
-            inputs[value] = storage.as_strided(meta.shape, meta.stride, meta.offset)
-    run = compile_block(Block(task.reads, (task,), (), task.writes), "task")
-    with torch.no_grad():
-        made = run([inputs[value] for value in task.reads])[1]
-    return dict(zip(task.writes, made, strict=True))
-
-
 @pytest.mark.parametrize("layout", FORMATS)
 def test_every_way_makes_what_pytorchs_own_makes(layout: Any) -> None:
     """Arguments in their places, views and bias gradients with them, in the layout that the values have."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(4, 6, 3, padding=1), nn.Conv2d(6, 4, (3, 5), 2, groups=2, bias=False))
     of = captured(model, 2, 4, 12, 10, layout=layout)
-    inputs: dict[int, torch.Tensor] = {}
     count = 0
     producers = of.program.producers
     for task in of.program.every_task():
@@ -118,10 +104,10 @@ def test_every_way_makes_what_pytorchs_own_makes(layout: Any) -> None:
             continue
         slot = next((slot for slot in of.program.slots if task in slot), None)
         own = slot[0] if slot else of.program.tasks[producers[task.writes[0]][0]]
-        expected, made = outcome(of, own, inputs), outcome(of, task, inputs)
-        for value in task.writes:
-            torch.testing.assert_close(made[value], expected[value])
-            assert made[value].stride() == of.metas[value].stride
+        inputs = random_inputs(of, own, task)
+        for value, expected, made in zip(task.writes, outcome(own, inputs), outcome(task, inputs), strict=True):
+            torch.testing.assert_close(made, expected)
+            assert made.stride() == of.metas[value].stride
             count += 1
     assert count >= 20
 
@@ -167,17 +153,17 @@ def test_attention_written_out(causal: bool, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     of = captured(Attends("", causal, **options), 2, 6, 16)
     forward, way = (task for task in of.program.every_task() if task.variant == "attention.written_out")
-    inputs: dict[int, torch.Tensor] = {}
+    inputs = random_inputs(of, forward, way)
     (out,) = forward.writes
-    made = {**outcome(of, forward, inputs), **outcome(of, way, inputs)}
+    made = [*outcome(forward, inputs), *outcome(way, inputs)]
     (projected,), (grad,) = forward.reads, [v for v in way.reads if v not in forward.reads]
     exact = inputs[projected].double().requires_grad_()
     q, k, v = exact.view(2, 6, 3, 4, 8).permute(2, 0, 3, 1, 4)
     result = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, **options)
     wanted = torch.autograd.grad(result, (q, k, v), inputs[grad].double().view(2, 6, 4, 8).transpose(1, 2))
-    for value, expected in zip((out, *way.writes), (result, *wanted), strict=True):
-        torch.testing.assert_close(made[value].double(), expected.detach(), rtol=1e-5, atol=1e-5)
-        assert made[value].stride() == of.metas[value].stride
+    for value, found, expected in zip((out, *way.writes), made, (result, *wanted), strict=True):
+        torch.testing.assert_close(found.double(), expected.detach(), rtol=1e-5, atol=1e-5)
+        assert found.stride() == of.metas[value].stride
     assert out not in way.reads  # neither the result nor what a fused kind saves
 
 

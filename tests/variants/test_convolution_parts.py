@@ -8,13 +8,13 @@ import pytest
 import torch
 from algorithm_cases import FORMATS, captured
 from replays import FULL
+from taking import outcome, random_inputs
 from torch import nn
 
 from monet_like.capture.captured import Captured
 from monet_like.ir.program import Task
 from monet_like.profile.devices import DEVICES
 from monet_like.profile.roofline import roofline
-from monet_like.runtime.codegen import Block, compile_block
 from monet_like.variants.convolution_parts import PARTS
 
 APART = {f"conv.batch{parts}" for parts in PARTS}
@@ -36,12 +36,6 @@ def ways(of: Captured) -> list[tuple[Task, Task]]:
     return [(of.program.tasks[producers[task.writes[0]][0]], task) for task in forward] + found
 
 
-def run(task: Task, inputs: dict[int, torch.Tensor]) -> list[torch.Tensor]:
-    block = compile_block(Block(task.reads, (task,), (), task.writes), "task")
-    with torch.no_grad():
-        return list(block([inputs[value].clone() for value in task.reads])[1])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", FORMATS)
 @pytest.mark.parametrize("case", range(len(CASES)))
@@ -55,12 +49,8 @@ def test_parts_make_what_the_whole_batch_makes(case: int, layout: Any, dtype: to
     assert len(found) >= 4
     assert {way.variant for _, way in found} == (APART | IN_PLACE if case == 0 else APART)
     for own, way in found:
-        inputs = {}
-        for value in {*own.reads, *way.reads}:
-            meta = of.metas[value]
-            storage = torch.randn(meta.storage_bytes // meta.dtype.itemsize).to(meta.dtype)
-            inputs[value] = storage.as_strided(meta.shape, meta.stride, meta.offset)
-        for value, expected, made in zip(own.writes, run(own, inputs), run(way, inputs), strict=True):
+        inputs = random_inputs(of, own, way)
+        for value, expected, made in zip(own.writes, outcome(own, inputs), outcome(way, inputs), strict=True):
             meta = of.metas[value]
             assert (made.dtype, made.shape, made.stride()) == (meta.dtype, meta.shape, meta.stride)
             assert float((made - expected).abs().max()) <= rounding * float(expected.abs().max())

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from dropped_models import (
     LAYERS,
     MODELS,
     Attention,
     Made,
+    assert_only_changed,
     batch_normed,
     dropped,
     expected_weight_gradients,
 )
-from replays import costs_of, replayed
+from replays import costs_of, record_for, replayed
+from taking import taking
 from torch import Tensor, nn
 from training import Outcome, run, twin
 
@@ -27,7 +27,6 @@ import monet_like
 from monet_like.capture.captured import Captured
 from monet_like.capture.lower.step import capture
 from monet_like.capture.precision import autocast_as
-from monet_like.cli.commands import inspect_command, schedule_command, solve_command
 from monet_like.ir.program import Cost
 from monet_like.ir.schedule import Schedule
 from monet_like.ir.simulate import simulate
@@ -47,12 +46,7 @@ def with_ways(captured: Captured, variant: str, *others: str) -> Schedule:
     """Plain PyTorch's schedule, but for the slots that have a way of this name, or of others, and what makes their
     caches.
     """
-    program = captured.program
-    wanted = (*others, variant)
-    ways = tuple(next((k for name in wanted for k, w in enumerate(ws) if w.variant == name), 0) for ws in program.slots)
-    packs = [p for p, task in enumerate(program.tasks) if task.variant == f"{variant}.pack"]
-    schedule = store_all(program)
-    return replace(schedule, forward=tuple(sorted((*schedule.forward, *packs))), ways=ways)
+    return taking(captured, f"{variant}.pack", ways=(*others, variant))
 
 
 @pytest.mark.slow(every=4)
@@ -66,14 +60,8 @@ def test_only_weight_gradients_change_and_they_are_the_definitions(name: str, sh
     wanted = expected_weight_gradients(made, lambda x: dropped(x, share))
     for schedule in (with_ways(captured, "dropit"), with_ways(captured, "dropit", "dropit.product")):
         outcome = replayed((model, args, {}), captured, schedule, mode, measured=False)
-        changed = {key for key, difference in plain.differences(outcome).items() if difference}
-        assert changed <= set(wanted)
+        changed = assert_only_changed(plain, outcome, wanted, 0.01 if name == "bfloat16" else 1e-6)
         assert changed == set(wanted) or share == 0.5  # a ReLU's zeros can be dropped
-        tolerance = 0.01 if name == "bfloat16" else 1e-6
-        for key, gradient in wanted.items():
-            found = outcome.gradients[key.removeprefix("gradient ")]
-            assert found is not None
-            assert float((found - gradient).norm() / gradient.norm()) <= tolerance, key
 
 
 @pytest.mark.slow(but=["attention-4"])
@@ -114,11 +102,7 @@ def test_what_is_not_dropped_in_8_bits(name: str, share: float) -> None:
         return found
 
     wanted = expected_weight_gradients(made, in_8_bits)
-    assert {key for key, difference in plain.differences(outcome).items() if difference} == set(wanted)
-    for key, gradient in wanted.items():
-        found = outcome.gradients[key.removeprefix("gradient ")]
-        assert found is not None
-        assert float((found - gradient).norm() / gradient.norm()) <= (0.01 if name == "bfloat16" else 1e-6), key
+    assert assert_only_changed(plain, outcome, wanted, 0.01 if name == "bfloat16" else 1e-6) == set(wanted)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -131,19 +115,13 @@ def test_autocast(dtype: str) -> None:
         plain = run(twin(model), args, {})
         wrapped = monet_like.ScheduleWrapper(
             twin(model),
-            replace(_record(captured, with_ways(captured, "dropit"), mode, (model, args)), autocast=dtype),
+            replace(record_for(captured, with_ways(captured, "dropit"), mode, (model, args, {})), autocast=dtype),
             example=(args, {}),
             captured=captured,
         )
         outcome = run(wrapped, args, {})
     changed = {key for key, difference in plain.differences(outcome).items() if difference}
     assert changed == {f"gradient {name}.weight" for name in ("qkv", "out", "wide", "narrow")}
-
-
-def _record(captured: Captured, schedule: Schedule, mode: str, made: Made) -> Any:
-    from replays import record_for
-
-    return record_for(captured, schedule, mode, (made[0], made[1], {}))
 
 
 def packs_of(captured: Captured) -> list[Any]:
@@ -411,26 +389,3 @@ def test_end_to_end(kind: str, share: float, word: str) -> None:
     predicted = simulate(captured.program, schedule, costs).peak_bytes
     measured = captured.program.resident_bytes + outcome.rise_bytes
     assert abs(measured - predicted) <= 0.002 * predicted
-
-
-@pytest.mark.slow
-def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """File names, schedule files, `inspect` and `--check_diff` know the words."""
-    monkeypatch.chdir(tmp_path)
-    Path("net.py").write_text(
-        "from torch import nn\n\ndef make():\n"
-        "    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)), nn.Linear(64, 1))\n"
-    )
-    for mode in ("dropit0.9", "newnode_lowp8"):
-        common = ["--device", "cpu", "--input-shape", "64", "net.py:make", "4096", "0.0055", mode, "HIGHS"]
-        solved = CliRunner().invoke(solve_command, ["--profile", "roofline:cpu", *common])
-        assert solved.exit_code == 0, solved.output
-        path = Path(f"solution_net_make_4096_{mode}_0.01.pkl")
-        assert path.exists(), list(Path().iterdir())
-        assert mode in CliRunner().invoke(inspect_command, [str(path)]).output
-        checked = CliRunner().invoke(schedule_command, ["--check_diff", *common])
-        assert checked.exit_code == 0 and "check_diff: passed" in checked.output
-        assert f"gradients are inexact, as {mode} admits; they are not judged" in " ".join(checked.output.split())
-
-
-# ---- without a planner ----

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 from replays import CPU, FULL, costs_of, record_for
+from taking import taking
 from torch import Tensor, nn
 from torch.nn import functional as F
 from training import twin
@@ -15,7 +15,7 @@ from training import twin
 from monet_like.capture.captured import Captured
 from monet_like.capture.lower.step import capture
 from monet_like.ir.program import Task
-from monet_like.ir.schedule import Schedule, prune
+from monet_like.ir.schedule import Schedule
 from monet_like.ir.simulate import simulate
 from monet_like.plan.baseline import store_all
 from monet_like.profile.devices import DEVICES
@@ -59,22 +59,8 @@ def example() -> tuple[Tensor, Tensor]:
 
 def in_parts(captured: Captured, parts: int, kind: str = "") -> Schedule:
     """Store-all, with the head in parts."""
-    program = captured.program
-    name = f"linear_cross_entropy.{parts}{kind}"
-    kept = store_all(program)
-    if kind == KEPT:
-        name = "linear_cross_entropy.kept"
-        ways = (next((k for k, way in enumerate(ways) if way.variant == name), 0) for ways in program.slots)
-        forward = [p for p, task in enumerate(program.tasks) if task.variant == name]
-        made = {value for p in forward for value in program.tasks[p].writes}
-        others = (p for p in kept.forward if made.isdisjoint(program.tasks[p].writes))
-        return prune(program, replace(kept, forward=tuple(sorted((*others, *forward))), ways=tuple(ways)))
-    by_rows = name.removesuffix(COLUMNS)
-    (forward,) = (p for p, task in enumerate(program.tasks) if task.variant == by_rows)
-    made = set(program.tasks[forward].writes)
-    others = (p for p in kept.forward if made.isdisjoint(program.tasks[p].writes))
-    ways = (next((k for k, way in enumerate(ways) if way.variant == name), 0) for ways in program.slots)
-    return prune(program, replace(kept, forward=tuple(sorted((*others, forward))), ways=tuple(ways)))
+    name = "linear_cross_entropy.kept" if kind == KEPT else f"linear_cross_entropy.{parts}{kind}"
+    return taking(captured, name, name.removesuffix(COLUMNS))
 
 
 def step(model: nn.Module, args: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor | None]]:
@@ -187,15 +173,6 @@ def test_roofline_counts_every_part() -> None:
         once = 2 * example()[0].numel() * WIDTH * CLASSES
         assert flops(captured, forward) == once
         assert flops(captured, backward) == 3 * once
-
-
-def test_stays_apart_without_the_word() -> None:
-    captured = admitted(capture(Head(False, "mean", False, False), example()), "inplace_multiway_newnode")
-    assert not any("linear_cross_entropy" in task.variant for task in captured.program.tasks)
-    assert [slot[0].calls[-1].op for slot in captured.program.slots][:2] == [
-        "aten.nll_loss_backward.default",
-        "aten._log_softmax_backward_data.default",
-    ]
 
 
 class Leaky(Head):

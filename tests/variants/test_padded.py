@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from algorithm_cases import captured
-from replays import CPU, FULL
+from replays import FULL
+from taking import outcome, random_inputs
 from torch import nn
 from torch.nn import functional as F
 
@@ -16,7 +15,6 @@ from monet_like.ir.program import Task
 from monet_like.profile.devices import DEVICES
 from monet_like.profile.roofline import roofline
 from monet_like.profile.work import works_of
-from monet_like.runtime.codegen import Block, compile_block
 
 WORDS, WIDTH = 203, 24
 ODD = "product, 16 bits, odd rows"
@@ -49,17 +47,6 @@ def pairs(of: Captured) -> list[tuple[Task, Task]]:
     ]
 
 
-def run(task: Task, inputs: dict[int, torch.Tensor]) -> list[torch.Tensor]:
-    calls = tuple(
-        replace(call, kwargs=tuple((key, CPU if key == "device" else value) for key, value in call.kwargs))
-        for call in task.calls
-    )
-    task = replace(task, calls=calls)
-    block = compile_block(Block(task.reads, (task,), (), task.writes), "task")
-    with torch.no_grad():
-        return list(block([inputs[value].clone() for value in task.reads])[1])
-
-
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("loss", [False, True])
 def test_padded_products_make_the_same(loss: bool, bias: bool) -> None:
@@ -70,12 +57,8 @@ def test_padded_products_make_the_same(loss: bool, bias: bool) -> None:
     kinds = ("4", "16", "kept", "4_columns", "16_columns")  # by rows in the forward
     assert variants == {"padded", *(f"linear_cross_entropy.{kind}_padded" for kind in kinds if loss)}
     for own, way in found:
-        inputs: dict[int, torch.Tensor] = {}
-        for value in sorted({*own.reads, *way.reads}):
-            meta = of.metas[value]
-            made = torch.randn(meta.shape) / 4 if meta.dtype.is_floating_point else torch.randint(0, 9, meta.shape)
-            inputs[value] = made.to(meta.dtype).as_strided(meta.shape, meta.stride)
-        for value, expected, other in zip(own.writes, run(own, inputs), run(way, inputs), strict=True):
+        inputs = random_inputs(of, own, way)
+        for value, expected, other in zip(own.writes, outcome(own, inputs), outcome(way, inputs), strict=True):
             meta = of.metas[value]
             assert (other.dtype, other.shape, other.stride()) == (meta.dtype, meta.shape, meta.stride)
             assert other.untyped_storage().nbytes() == meta.storage_bytes

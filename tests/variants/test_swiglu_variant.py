@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from replays import replayed
+from taking import error_of, taking
 from torch import nn
 from torch.nn.functional import silu
-from training import run, twin
 
 from monet_like.capture.captured import Captured
 from monet_like.capture.lower.step import capture
 from monet_like.ir.schedule import Schedule
 from monet_like.ir.simulate import Free, simulate
-from monet_like.plan.baseline import store_all
 from monet_like.profile.work import touched_bytes
 from monet_like.variants import admitted
 
@@ -49,24 +46,7 @@ def found(captured: Captured) -> Counter[str]:
 
 def with_swiglu(captured: Captured) -> Schedule:
     """Plain PyTorch's schedule with the fused tasks in place of its own, forward and backward."""
-    program = captured.program
-    schedule = store_all(program)
-    fused = {task.writes: place for place, task in enumerate(program.tasks) if task.variant == "swiglu"}
-    ways = tuple(
-        next((k for k, way in enumerate(slot) if way.variant.startswith("swiglu.")), schedule.ways[number])
-        for number, slot in enumerate(program.slots)
-    )
-    forward = sorted(fused.get(program.tasks[place].writes, place) for place in schedule.forward)
-    needed = {v for slot, way in zip(program.slots, ways, strict=True) for v in slot[way].reads}
-    made_for_nobody = [
-        place
-        for place in forward
-        if program.tasks[place].variant == "aten"
-        and not needed.intersection(program.tasks[place].writes)
-        and not any(set(program.tasks[place].writes) & set(program.tasks[other].reads) for other in forward)
-        and not set(program.tasks[place].writes) & set(program.outputs)
-    ]
-    return replace(schedule, forward=tuple(p for p in forward if p not in made_for_nobody), ways=ways)
+    return taking(captured, "swiglu", "swiglu.up", "swiglu.backward")
 
 
 @pytest.mark.parametrize("inner", [NARROW, WIDE])
@@ -80,20 +60,14 @@ def test_steps_are_bit_equal(inner: int, dtype: torch.dtype, swapped: bool) -> N
     silus = [place for place, task in enumerate(captured.program.tasks) if "silu" in task.name]
     assert silus and not set(silus) & set(schedule.forward)  # silu(gate) is never in memory
     simulate(captured.program, schedule, Free())
-    model, args, kwargs = example
-    plain = run(twin(model), args, kwargs)
-    differences = plain.differences(replayed(example, captured, schedule, MODE, measured=False))
-    assert max(differences.values()) == 0.0
+    assert error_of(example, captured, schedule, MODE) == 0.0
 
 
 def test_without_multiway_the_forward_alone_is_fused() -> None:
     example = built(NARROW)
     captured = admitted(capture(*example), "normal")
     assert found(captured) == {"swiglu": 1}
-    model, args, kwargs = example
-    plain = run(twin(model), args, kwargs)
-    differences = plain.differences(replayed(example, captured, with_swiglu(captured), "normal", measured=False))
-    assert max(differences.values()) == 0.0
+    assert error_of(example, captured, with_swiglu(captured), "normal") == 0.0
 
 
 def test_it_reads_and_writes_fewer_tensors() -> None:
@@ -145,6 +119,4 @@ def test_gradients_may_be_views_of_views() -> None:
     example = GatedHeads(4).train(), (torch.randn(2, 7, 8, requires_grad=True),), {}
     captured = admitted(capture(*example), MODE)
     assert found(captured) == {"swiglu": 1, "swiglu.up": 1}
-    plain = run(twin(example[0]), *example[1:])
-    differences = plain.differences(replayed(example, captured, with_swiglu(captured), MODE, measured=False))
-    assert max(differences.values()) == 0.0
+    assert error_of(example, captured, with_swiglu(captured), MODE) == 0.0

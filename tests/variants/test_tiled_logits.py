@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from replays import CPU, FULL, costs_of, record_for
+from taking import taking
 from torch import Tensor, nn
 from torch.nn import functional as F
 from training import twin
 
 from monet_like.capture.captured import Captured
 from monet_like.capture.lower.step import capture
-from monet_like.ir.schedule import Schedule, prune
+from monet_like.ir.schedule import Schedule
 from monet_like.ir.simulate import simulate
 from monet_like.plan.baseline import store_all
 from monet_like.profile.measure import allocated_peak
@@ -148,14 +148,9 @@ def variants(captured: Captured) -> set[str]:
 
 def in_parts(captured: Captured, parts: int) -> Schedule:
     """Store-all, with the region in parts."""
-    program, name = captured.program, f"tiled_logits.{parts}"
-    (forward,) = (p for p, task in enumerate(program.tasks) if task.variant == name)
-    made = set(program.tasks[forward].writes)
-    kept = store_all(program)
-    others = (p for p in kept.forward if made.isdisjoint(program.tasks[p].writes))
-    ways = [next((k for k, way in enumerate(ways) if way.variant == name), 0) for ways in program.slots]
-    assert any(ways)
-    return prune(program, replace(kept, forward=tuple(sorted((*others, forward))), ways=tuple(ways)))
+    schedule = taking(captured, f"tiled_logits.{parts}")
+    assert any(schedule.ways)
+    return schedule
 
 
 def step(model: nn.Module, args: tuple[Tensor, Tensor]) -> tuple[list[Tensor], dict[str, Tensor | None]]:
