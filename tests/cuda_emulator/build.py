@@ -114,27 +114,14 @@ def _writer(text: io.StringIO) -> Any:
     from ninja import ninja_syntax
 
     root = Path(torch.__file__).resolve().parent
-    common = [
-        toolchain.find_cxx(),
-        "-std=c++20",
-        "-g1",
-        "-fPIC",
-        "-fvisibility=hidden",
-        "-isystem",
-        root / "include",
-    ]
+    common = [toolchain.find_cxx(), "-std=c++20", "-g1", "-fPIC", "-fvisibility=hidden", "-isystem", root / "include"]
     common += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
     common += [f"-DMONET_LIKE_FOR_TORCH={re.sub(r'[^0-9A-Za-z]', '_', torch.__version__)}"]  # another torch: all anew
     # Kernels read memory as vectors of other types, which nvcc allows; a vector must stay one access. Accesses call the
     # functions that -fsanitize would take from its own libraries and emulator.cpp defines.
     kernels = ["-O1", "-DEMU_CUDA=800", "-include", HERE / "cuda_emulator.h", "-fno-math-errno", "-ffp-contract=off"]
-    kernels += [
-        "-fno-strict-aliasing",
-        "-fno-tree-sra",
-        "-fsanitize=thread",
-        "-fsanitize=alignment",
-        "--param=tsan-instrument-func-entry-exit=0",
-    ]
+    kernels += ["-fno-strict-aliasing", "-fno-tree-sra", "-fsanitize=thread", "-fsanitize=alignment"]
+    kernels += ["--param=tsan-instrument-func-entry-exit=0"]
     ours = [f"-I{HERE / 'include'}", f"-I{HERE}"]
     make: Any = ninja_syntax.Writer  # its type hints do not fit what it does
     writer = make(text)

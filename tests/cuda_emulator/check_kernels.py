@@ -112,37 +112,8 @@ def settings(name: str) -> Iterator[None]:
     configure()
 
 
-# Around the widths of vectors, warps and blocks.
-SIZES = (
-    0,
-    1,
-    2,
-    3,
-    5,
-    7,
-    8,
-    9,
-    15,
-    16,
-    17,
-    31,
-    32,
-    33,
-    63,
-    64,
-    65,
-    127,
-    128,
-    129,
-    255,
-    256,
-    257,
-    300,
-    511,
-    512,
-    513,
-    1000,
-)
+#: Around the widths of vectors, warps and blocks.
+SIZES = tuple(sorted({0, 1, 2, 3, 5, 300, 1000, *(2**k + more for k in range(3, 10) for more in (-1, 0, 1))}))
 
 
 def any_shape(most: int = 3000) -> tuple[int, ...]:
@@ -442,11 +413,9 @@ def test_common_batch_norm(channels_last: bool, dtype: torch.dtype) -> None:
 
 
 def follower() -> tuple[str, float, float]:
-    return random.choice(
-        [("clamp", -INF, INF), ("clamp", 0.0, INF), ("clamp", 0.0, 6.0), ("clamp", -0.25, 0.75), ("leaky_relu", 0.1,
-        0.0),
-         ("hardswish", 0.0, 0.0), ("silu", 0.0, 0.0)]
-    )  # fmt: skip
+    bounds = ((-INF, INF), (0.0, INF), (0.0, 6.0), (-0.25, 0.75))
+    others = (("leaky_relu", 0.1, 0.0), ("hardswish", 0.0, 0.0), ("silu", 0.0, 0.0))
+    return random.choice([*(("clamp", *each) for each in bounds), *others])
 
 
 def normalised(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor) -> Tensor:

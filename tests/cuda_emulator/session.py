@@ -31,19 +31,8 @@ def run_checks(
     Returns:
         Its exit code and what it printed.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-n",
-        "0",
-        "--tb=short",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "cuda_emulator.control",
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--tb=short", "-p", "no:cacheprovider"]
+    command += ["-p", "cuda_emulator.control"]
     environment = {**os.environ, "MONET_LIKE_EMULATED": str(library), "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(
         [str(HERE.parent), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]

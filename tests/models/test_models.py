@@ -58,7 +58,6 @@ def test_a_model_is_returned_in_training_mode(tmp_path: Path) -> None:
     ("call", "expected"),
     [
         ("torch.nn.Conv2d(3, 4, (1, 5), bias=False)", "Conv2d(3, 4, kernel_size=(1, 5), stride=(1, 1), bias=False)"),
-        ("torch.nn.Conv2d(3, 4, 3, padding='same')", "Conv2d(3, 4, kernel_size=(3, 3), stride=(1, 1), padding=same)"),
         ("torch.nn.LayerNorm([4, 5], eps=1e-3)", "LayerNorm((4, 5), eps=0.001, elementwise_affine=True"),
         ("torch.nn.Hardtanh(-1.5, +2)", "Hardtanh(min_val=-1.5, max_val=2)"),
         ("torch.nn.BatchNorm2d(4, momentum=None)", "BatchNorm2d(4, eps=1e-05, momentum=None, affine=True, "),
@@ -81,23 +80,12 @@ def test_input_shapes_of_models_that_have_their_own() -> None:
     "argument",
     [
         "__import__('os').system('touch {}')",
-        "__import__('os').system",
-        "open('{}', 'w')",
-        "[open('{}', 'w')]",
-        "{{'a': open('{}', 'w')}}",
         "(lambda: open('{}', 'w'))()",
-        "[open('{}', 'w') for _ in (1,)]",
-        "f\"{{open('{}', 'w')}}\"",
         "*[open('{}', 'w')]",
         "**{{'bias': open('{}', 'w')}}",
-        "**{{'bias': False}}",
         "bias=open('{}', 'w')",
-        "bias=(x := open('{}', 'w'))",
-        "2 * 3",
         "torch.pi",
-        "True and False",
         "{{[]: 1}}",
-        "{{{{}}}}",
     ],
 )
 def test_arguments_are_literals(tmp_path: Path, argument: str) -> None:
@@ -113,21 +101,13 @@ def test_arguments_are_literals(tmp_path: Path, argument: str) -> None:
     "expression",
     [
         "",
-        "resnet18",
         "resnet18()",
-        "unet(width=8)",
         "7",
         "__import__('os').system('touch {}')",
         "(lambda: open('{}', 'w'))()",
-        "[open('{}', 'w')]",
-        "torch.nn.Linear(2, 3) if open('{}', 'w') else 0",
         "torch.nn.ModuleList()[open('{}', 'w')]",
         "torch.nn.Linear(2, 3).cuda()",
-        "torch.nn.Linear(2, 3); open('{}', 'w')",
         "torch.nn.Linear(2,",
-        "torch.nn.Linear(a=)",
-        "torch..Linear()",
-        "import os",
         "model = torch.nn.Linear(2, 3)",
         "\0",
         "(" * 500 + ")" * 500,
@@ -153,8 +133,6 @@ def test_expressions_are_names_or_calls(tmp_path: Path, expression: str) -> None
     [
         ("torchvision.models.resnet81()", "torchvision.models has no 'resnet81'; did you mean resnet18, "),
         ("torchvision.model.resnet18", "torchvision has no 'model'; did you mean models?"),
-        ("torch.nn.Linaer(2, 3)", "torch.nn has no 'Linaer'; did you mean Linear, "),
-        ("torch.nn.Linear.forwrad", "torch.nn.Linear has no 'forwrad'; did you mean forward"),
         ("torch.nn.qqqqqqqqq()", "torch.nn has no 'qqqqqqqqq'"),
         ("torchvison.models.resnet18()", "there is no module 'torchvison'; is it installed?"),
     ],
@@ -179,26 +157,16 @@ def test_a_module_that_lacks_a_dependency(tmp_path: Path, monkeypatch: pytest.Mo
         ("torch.pi", "MODEL 'torch.pi' is a float and cannot be called"),
         ("torch.nn.Linear", "MODEL 'torch.nn.Linear' cannot be called so: missing a required argument: 'in_features'"),
         ("torch.nn.Linear(2, 3, size=4)", "cannot be called so: got an unexpected keyword argument 'size'"),
-        ("torch.nn.Linear(1, 2, 3, 4, 5, 6, 7)", "cannot be called so: too many positional arguments"),
-        ("torch.nn.Linear(2, 3, in_features=4)", "cannot be called so: multiple values for argument 'in_features'"),
         ("torch.Size()", "torch.Size() gave a Size, not a torch.nn.Module"),
-        ("torch.zeros(3)", "torch.zeros(3) gave a Tensor, not a torch.nn.Module"),
     ],
 )
 def test_what_is_no_model(expression: str, expected: str) -> None:
     assert expected in refusal(expression)
 
 
-@pytest.mark.parametrize(
-    ("call", "reason"),
-    [
-        ("num_clases=3", "TypeError: ResNet.__init__() got an unexpected keyword argument 'num_clases'"),
-        ("num_classes=-3", "RuntimeError: Trying to create tensor with negative dimension -3: [-3, 512]"),
-        ("num_classes='ten'", "TypeError: "),
-    ],
-)
-def test_arguments_that_the_model_refuses(call: str, reason: str) -> None:
-    expression = f"torchvision.models.resnet18({call})"
+def test_arguments_that_the_model_refuses() -> None:
+    expression = "torchvision.models.resnet18(num_clases=3)"
+    reason = "TypeError: ResNet.__init__() got an unexpected keyword argument 'num_clases'"
     assert refusal(expression).startswith(f"MODEL {expression!r} could not be built: {reason}")
 
 
@@ -242,8 +210,6 @@ def test_a_missing_function(tmp_path: Path, function: str) -> None:
     ("text", "expected"),
     [
         ("def make():\n    return 3\n", "gave a int, not a torch.nn.Module"),
-        ("def make():\n    nn.Linear(2, 3)\n", "gave a NoneType, not a torch.nn.Module"),
-        ("def make():\n    return nn.Linear\n", "gave a type, not a torch.nn.Module"),
         (
             "def make(width):\n    return nn.Linear(2, width)\n",
             "cannot be called so: missing a required argument: 'width'",
@@ -276,38 +242,15 @@ def test_a_file_that_cannot_be_loaded(tmp_path: Path, text: str, expected: str) 
 # The U-Net ----------------------------------------------------------------------------------------------------
 
 
-def expected_parameters(channels: int, classes: int, widths: list[int]) -> int:
-    """Counted from the paper's figure: two 3 x 3 convolutions per level and side, 2 x 2 up, 1 x 1 at the end."""
-
-    def twice(a: int, b: int) -> int:
-        return (9 * a * b + b) + (9 * b * b + b)
-
-    levels = list(zip(widths, widths[1:], strict=False))
-    return (
-        twice(channels, widths[0])
-        + sum(twice(a, b) for a, b in levels)
-        + sum(4 * b * a + a for a, b in levels)
-        + sum(twice(2 * a, a) for a, _ in levels)
-        + widths[0] * classes
-        + classes
-    )
-
-
-def test_unet_by_name() -> None:
-    for expression in ("unet", "unet()", " unet "):
-        with torch.device("meta"):
-            spec = build_model(expression)
-        assert type(spec.module) is UNet
-        assert (spec.name, spec.input_shape) == ("unet", (3, 416, 608))
-        assert parameters(spec.module) == expected_parameters(3, 1, [64, 128, 256, 512, 1024]) == 31_031_745
-
-
 def test_unet_has_the_papers_size() -> None:
     """One channel in, two classes out: the paper's net has 31,030,658 parameters and 23 convolutions."""
     with torch.device("meta"):
         net = UNet(channels=1, classes=2)
-    assert parameters(net) == expected_parameters(1, 2, [64, 128, 256, 512, 1024]) == 31_030_658
+        spec = build_model(" unet() ")
+    assert parameters(net) == 31_030_658
     assert sum(isinstance(m, nn.Conv2d | nn.ConvTranspose2d) for m in net.modules()) == 23
+    assert (type(spec.module), spec.name, spec.input_shape) == (UNet, "unet", (3, 416, 608))
+    assert parameters(spec.module) == 31_031_745
 
 
 @pytest.mark.parametrize(
@@ -321,7 +264,6 @@ def test_unet_keeps_height_and_width(
         net = UNet(channels, classes, width, depth)
         result = net(torch.empty(2, channels, *size))
     assert result.shape == (2, classes, *size)
-    assert parameters(net) == expected_parameters(channels, classes, [width * 2**k for k in range(depth + 1)])
 
 
 def positive_unet() -> UNet:

@@ -36,6 +36,17 @@ def ties(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return x
 
 
+def check_forward(impl: Any, x: Tensor, pool: tuple[Any, ...], ceil_mode: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """ATen's results and indices, and offsets that say the same."""
+    y, indices = aten.max_pool2d_with_indices(x, *pool, ceil_mode)
+    got, offsets = impl("max_pool2d_with_offsets")(x, *pool, ceil_mode)
+    assert_bits(got, y)
+    assert offsets.dtype == torch.uint8 and got.stride() == y.stride() == offsets.stride()
+    assert_bits(impl("max_pool2d_offsets")(indices, x.shape, *pool), offsets)
+    assert_bits(impl("max_pool2d_offsets_to_indices")(offsets, x.shape, *pool), indices)
+    return y, indices, offsets
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("ceil_mode", [False, True])
 @pytest.mark.parametrize("pool", POOLS)
@@ -44,12 +55,7 @@ def test_max_pool_equals_aten(impl: Any, pool: tuple[Any, ...], ceil_mode: bool,
         for x in layouts(shape, dtype, ties).values():
             if x.shape != shape:
                 continue
-            y, indices = aten.max_pool2d_with_indices(x, *pool, ceil_mode)
-            got, offsets = impl("max_pool2d_with_offsets")(x, *pool, ceil_mode)
-            assert_bits(got, y)
-            assert offsets.dtype == torch.uint8 and got.stride() == y.stride() == offsets.stride()
-            assert_bits(impl("max_pool2d_offsets")(indices, x.shape, *pool), offsets)
-            assert_bits(impl("max_pool2d_offsets_to_indices")(offsets, x.shape, *pool), indices)
+            y, indices, offsets = check_forward(impl, x, pool, ceil_mode)
             grad = torch.randn(y.shape, dtype=dtype)
             for g in (grad, grad.to(memory_format=torch.channels_last) if grad.dim() == 4 else grad):
                 expected = aten.max_pool2d_with_indices_backward(g, x, *pool, ceil_mode, indices)
@@ -60,12 +66,7 @@ def test_max_pool_equals_aten(impl: Any, pool: tuple[Any, ...], ceil_mode: bool,
 def test_max_pool_window_wholly_in_the_padding(impl: Any) -> None:
     # One pixel, two steps of dilation 2 around it: no cell lies inside. ATen answers -inf and its first step.
     pool = ([2, 2], [1, 1], [1, 1], [2, 2])
-    x = torch.ones(1, 1, 1, 1)
-    y, indices = aten.max_pool2d_with_indices(x, *pool, False)
-    got, offsets = impl("max_pool2d_with_offsets")(x, *pool, False)
-    assert_bits(got, y)
-    assert_bits(impl("max_pool2d_offsets")(indices, x.shape, *pool), offsets)
-    assert_bits(impl("max_pool2d_offsets_to_indices")(offsets, x.shape, *pool), indices)
+    check_forward(impl, torch.ones(1, 1, 1, 1), pool, False)
 
 
 def test_max_pool_gradient_of_a_window_wholly_in_the_padding(impl: Any) -> None:
@@ -105,10 +106,6 @@ def test_max_pool_in_parallel(impl: Any, shape: tuple[int, ...]) -> None:
     pool = ([3, 3], [2, 2], [1, 1], [1, 1])
     random = torch.randn(shape).mul(3).add(1)
     for x in (random, random.to(memory_format=torch.channels_last)):
-        y, indices = aten.max_pool2d_with_indices(x, *pool, False)
-        got, offsets = impl("max_pool2d_with_offsets")(x, *pool, False)
-        assert_bits(got, y)
-        assert_bits(impl("max_pool2d_offsets")(indices, x.shape, *pool), offsets)
-        assert_bits(impl("max_pool2d_offsets_to_indices")(offsets, x.shape, *pool), indices)
+        y, indices, offsets = check_forward(impl, x, pool, False)
         expected = aten.max_pool2d_with_indices_backward(y, x, *pool, False, indices)
         assert_bits(impl("max_pool2d_offsets_backward")(y, offsets, x.shape, *pool), expected)

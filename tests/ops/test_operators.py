@@ -35,6 +35,7 @@ def sample_arguments() -> dict[str, tuple[Any, ...]]:
     mask, flags = masks.pack_sign(x), torch.rand(2, 3, 6, 6) < 0.5
     norm = (x, c, c, c, c)
     joined = tuple(torch.rand(5) + 0.5 for _ in range(4))
+    whole, parts = torch.randn(2, 5, 6, 6), [x.contiguous(), x[:, :2].contiguous()]
     rows, w = torch.randn(4, 6).to(torch.bfloat16), torch.randn(6)
     rstd = rms_norm.rms_norm(rows, w, 1, 1e-6, True, torch.float32)[1]
     filters, options = torch.randn(4, 3, 3, 3), ([2, 1], [1, 1], [1, 2], 1, True)
@@ -61,28 +62,9 @@ def sample_arguments() -> dict[str, tuple[Any, ...]]:
         "batch_norm_apply": (*norm, x, "clamp", 0.0, 6.0),
         "batch_norm_train": (x, c, c, c.clone(), c.clone(), 0.1, 1e-5, x, "silu", 0.0, 0.0, False),
         "batch_norm_activation_backward": (x, *norm, "clamp", 0.0, 6.0, [True, True, True], x.clone()),
-        "batch_norm_apply_joined": ([x, x[:, :2].contiguous()], *joined, "clamp", 0.0, 6.0),
-        "batch_norm_train_joined": (
-            [x, x[:, :2].contiguous()],
-            *joined[:2],
-            joined[2].clone(),
-            joined[3].clone(),
-            0.1,
-            1e-5,
-            "silu",
-            0.0,
-            0.0,
-            True,
-        ),
-        "batch_norm_activation_backward_joined": (
-            torch.randn(2, 5, 6, 6),
-            [x.contiguous(), x[:, :2].contiguous()],
-            *joined,
-            "clamp",
-            0.0,
-            6.0,
-            [True, True, True],
-        ),
+        "batch_norm_apply_joined": (parts, *joined, "clamp", 0.0, 6.0),
+        "batch_norm_train_joined": (parts, *[t.clone() for t in joined], 0.1, 1e-5, "silu", 0.0, 0.0, True),
+        "batch_norm_activation_backward_joined": (whole, parts, *joined, "clamp", 0.0, 6.0, [True, True, True]),
         "rms_norm": (rows, w, 1, 1e-6, True, torch.float32),
         "rms_norm_apply": (rows, w, rstd, 1, True, torch.float32),
         "rms_norm_backward": (rows, rows, w, rstd, rows.clone(), 1),

@@ -56,9 +56,8 @@ def assert_near(actual: Tensor, expected: Tensor, tolerance: float, summands: fl
 @pytest.mark.parametrize(("shape", "dims"), SHAPES)
 def test_kernels_are_accurate(impl: Any, shape: tuple[int, ...], dims: int, dtype: torch.dtype) -> None:
     for x, affine in product(inputs(shape, dtype), ("none", "same", "float32")):
-        weight = (
-            None if affine == "none" else torch.randn(shape[-dims:]).to(dtype if affine == "same" else torch.float32)
-        )
+        weights = dtype if affine == "same" else torch.float32
+        weight = None if affine == "none" else torch.randn(shape[-dims:]).to(weights)
         for rounded in (False, True):
             out = torch.float32 if affine == "float32" and dtype != torch.float64 else dtype
             y, rstd = impl("rms_norm")(x, weight, dims, EPS, rounded, out)
@@ -90,15 +89,11 @@ def test_kernels_are_accurate(impl: Any, shape: tuple[int, ...], dims: int, dtyp
 
 def test_rows_in_parallel(impl: Any) -> None:
     x, w, grad = torch.randn(1300, 130), torch.randn(130), torch.randn(1300, 130)
-    threads = torch.get_num_threads()
     found = []
-    try:
-        for count in (1, 3):
-            torch.set_num_threads(count)
-            y, rstd = impl("rms_norm")(x, w, 1, EPS, False, x.dtype)
-            found.append((y, rstd, *impl("rms_norm_backward")(grad, x, w, rstd, None, 1)))
-    finally:
-        torch.set_num_threads(threads)
+    for count in (1, 3):
+        torch.set_num_threads(count)
+        y, rstd = impl("rms_norm")(x, w, 1, EPS, False, x.dtype)
+        found.append((y, rstd, *impl("rms_norm_backward")(grad, x, w, rstd, None, 1)))
     for one, three in zip(*found, strict=True):
         assert_near(three, one.double(), 2e-6)
 

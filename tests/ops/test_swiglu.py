@@ -29,19 +29,15 @@ def inputs(shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[list[Tensor]]
 def test_all_results_are_pytorchs_bit_for_bit(
     impl: Any, shape: tuple[int, ...], dtype: torch.dtype, threads: int
 ) -> None:
-    before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    try:
-        for grad, gate, up in inputs(shape, dtype):
-            gate, up = (each.detach().contiguous().requires_grad_() for each in (gate, up))
-            expected = silu(gate) * up
-            wanted = torch.autograd.grad(expected, (gate, up), grad.contiguous())
-            with torch.no_grad():
-                assert torch.equal(impl("swiglu")(gate, up), expected)
-                found = impl("swiglu_backward")(grad, gate, up)
-            assert all(torch.equal(a, b) and a.is_contiguous() for a, b in zip(found, wanted, strict=True))
-    finally:
-        torch.set_num_threads(before)
+    for grad, gate, up in inputs(shape, dtype):
+        gate, up = (each.detach().contiguous().requires_grad_() for each in (gate, up))
+        expected = silu(gate) * up
+        wanted = torch.autograd.grad(expected, (gate, up), grad.contiguous())
+        with torch.no_grad():
+            assert torch.equal(impl("swiglu")(gate, up), expected)
+            found = impl("swiglu_backward")(grad, gate, up)
+        assert all(torch.equal(a, b) and a.is_contiguous() for a, b in zip(found, wanted, strict=True))
 
 
 def test_infinities_and_nan_are_pytorchs(impl: Any) -> None:
