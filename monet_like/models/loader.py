@@ -77,7 +77,8 @@ def build_model(expression: str) -> ModelSpec:
     if own in _OWN:
         name, made = own, _OWN[own]()
     elif ".py:" in text:
-        name, made, source = _from_file(text)
+        name, make, source = function_of(text)
+        made = _call(make, [], {}, text)
     else:
         name, made = _from_dotted(text)
     if not isinstance(made, nn.Module):
@@ -93,10 +94,7 @@ def is_registered(expression: str) -> bool:
     text = expression.strip()
     if text.removesuffix("()") in _OWN:
         return True
-    try:
-        call = ast.parse(text, mode="eval").body
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
-        return False
+    call = _parsed(text)
     names = _dotted(call.func) if isinstance(call, ast.Call) else None
     if names is None or not isinstance(call, ast.Call) or call.args or any(_loads(word.arg) for word in call.keywords):
         return False
@@ -115,14 +113,14 @@ def _loads(keyword: str | None) -> bool:
 
 
 def _from_dotted(text: str) -> tuple[str, Any]:
-    try:
-        node = ast.parse(text, mode="eval").body
-    except (SyntaxError, ValueError, MemoryError, RecursionError):  # the last two: nested too deeply
-        raise UsageError(_unreadable(text)) from None
+    node = _parsed(text)
     call = node if isinstance(node, ast.Call) else None
     names = _dotted(call.func if call else node)
     if names is None or len(names) < 2:
-        raise UsageError(_unreadable(text))
+        raise UsageError(
+            f"MODEL {text!r} is not understood; give a dotted call with literal arguments "
+            f'("torchvision.models.resnet18(num_classes=10)"), {", ".join(_OWN)}, or path/to/file.py:make_model'
+        )
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     try:
@@ -142,7 +140,15 @@ def _from_dotted(text: str) -> tuple[str, Any]:
     return names[-1], _call(make, args, kwargs, text)
 
 
-def _dotted(node: ast.AST) -> list[str] | None:
+def _parsed(text: str) -> ast.expr | None:
+    """The expression that a text is; None if it is none."""
+    try:
+        return ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError, MemoryError, RecursionError):  # the last two: nested too deeply
+        return None
+
+
+def _dotted(node: ast.AST | None) -> list[str] | None:
     names: list[str] = []
     while isinstance(node, ast.Attribute):
         names.append(node.attr)
@@ -175,11 +181,6 @@ def _find(names: list[str], text: str) -> Any:
             raise UsageError(f"MODEL {text!r}: {'.'.join(names[:position])} has no {name!r}{hint}")
         found = getattr(found, name)
     return found
-
-
-def _from_file(text: str) -> tuple[str, Any, ModuleType]:
-    name, make, module = function_of(text)
-    return name, _call(make, [], {}, text), module
 
 
 def function_of(text: str) -> tuple[str, Callable[..., Any], ModuleType]:
@@ -227,10 +228,3 @@ def told(error: BaseException) -> str:
     *_, last = traceback.extract_tb(error.__traceback__)
     place = "" if isinstance(error, SyntaxError) else f" ({last.filename}:{last.lineno})"  # it has its own
     return f"{type(error).__name__}: {error}{place}"
-
-
-def _unreadable(text: str) -> str:
-    return (
-        f"MODEL {text!r} is not understood; give a dotted call with literal arguments "
-        f'("torchvision.models.resnet18(num_classes=10)"), {", ".join(_OWN)}, or path/to/file.py:make_model'
-    )

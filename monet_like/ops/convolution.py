@@ -32,16 +32,9 @@ _CONVOLUTION = (
 
 
 #: cuDNN's names of its algorithms; some algorithms of the gradients have numbers.
-FORWARD_ALGORITHMS = (
-    "implicit_gemm",
-    "implicit_precomp_gemm",
-    "gemm",
-    "fft",
-    "fft_tiling",
-    "winograd",
-    "winograd_nonfused",
-)
-INPUT_ALGORITHMS = ("0", "1", "fft", "fft_tiling", "winograd", "winograd_nonfused")
+_TRANSFORMS = ("fft", "fft_tiling", "winograd", "winograd_nonfused")
+FORWARD_ALGORITHMS = ("implicit_gemm", "implicit_precomp_gemm", "gemm", *_TRANSFORMS)
+INPUT_ALGORITHMS = ("0", "1", *_TRANSFORMS)
 WEIGHT_ALGORITHMS = ("0", "1", "3", "fft", "fft_tiling", "winograd_nonfused")
 
 

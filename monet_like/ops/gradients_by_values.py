@@ -23,12 +23,9 @@ _aten = torch.ops.aten
 
 @operator("(Tensor grad, Tensor x, Tensor result, int? dim, bool keepdim) -> Tensor", compiled=False)
 def prod_backward(grad: Tensor, x: Tensor, result: Tensor, dim: int | None, keepdim: bool) -> Tensor:
-    """The gradient of ``x`` from that of its product, or of its products along ``dim``."""
-    return _of_prod(grad, x, result, dim, keepdim)
-
-
-def _of_prod(grad: Tensor, x: Tensor, result: Tensor, dim: int | None, keepdim: bool) -> Tensor:
-    """PyTorch's formula, with its questions."""
+    """The gradient of ``x`` from that of its product, or of its products along ``dim``: PyTorch's formula, with its
+    questions.
+    """
     if x.dim() == 0:
         return grad.clone()
     if dim is None:
@@ -61,10 +58,6 @@ def _(x: Tensor) -> Tensor:
 @operator("(Tensor grad, int dim, Tensor index) -> Tensor", compiled=False)
 def index_fill_value_backward(grad: Tensor, dim: int, index: Tensor) -> Tensor:
     """The gradient of the number that ``index_fill`` writes, from that of its result: each row counts once."""
-    return _of_value(grad, dim, index)
-
-
-def _of_value(grad: Tensor, dim: int, index: Tensor) -> Tensor:
     return grad.index_select(dim, torch._unique(index, sorted=False)[0]).sum()
 
 
@@ -85,7 +78,7 @@ class _Prod(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, result = ctx.saved_tensors
-        of_x = _of_prod if torch.is_grad_enabled() else torch.ops.monet_like.prod_backward
+        of_x = prod_backward if torch.is_grad_enabled() else torch.ops.monet_like.prod_backward
         gradient = of_x(grad, x.to(grad.dtype), result, *ctx.settings)
         return None, gradient.to(x.dtype), None, None, None
 
@@ -105,7 +98,8 @@ class _IndexFill(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (index,) = ctx.saved_tensors
         of_x = grad.index_fill(ctx.dim, index, 0) if ctx.needs_input_grad[1] else None
-        backward = _of_value if torch.is_grad_enabled() else torch.ops.monet_like.index_fill_value_backward
+        one_operator = torch.ops.monet_like.index_fill_value_backward
+        backward = index_fill_value_backward if torch.is_grad_enabled() else one_operator
         return None, of_x, None, None, backward(grad, ctx.dim, index) if ctx.needs_input_grad[4] else None
 
 
