@@ -12,7 +12,7 @@ them; they agree with PyTorch's choice up to rounding.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +22,8 @@ from ..capture.captured import TensorMeta
 from ..ir.mode import ALGORITHMS
 from ..ir.program import Call, Ref, Task
 from ..runtime.operators import overload
+from .calls import HALF, Calls
 from .editor import Editor
-
-_HALF = (torch.float16, torch.bfloat16)
-_Kwargs = tuple[tuple[str, Any], ...]
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class _Attention:
     out: Ref
 
     @property
-    def kwargs(self) -> _Kwargs:
+    def kwargs(self) -> tuple[tuple[str, Any], ...]:
         return () if self.scale is None else (("scale", self.scale),)
 
     @property
@@ -64,97 +62,54 @@ class _Attention:
 
 #: The sums' logarithms, and the state of a random generator that is not used.
 _Saved = tuple[Ref, Ref, Ref]
-_Gradients = tuple[Ref | None, ...]
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """A kind of fused attention.
-
-    Attributes:
-        dtypes, widest: the dtypes and the largest width that it takes; widths are multiples of 16 bytes.
-        forward: the call that makes the result and the saved tensors.
-        backward: the call that makes the gradients for query, key and value from the result's gradient and the saved
-            tensors.
-    """
-
-    dtypes: tuple[torch.dtype, ...]
-    widest: int
-    forward: Callable[[_Attention, _Saved], Call]
-    backward: Callable[[_Attention, Any, _Saved, _Gradients], Call]
-
-
-def _flash(a: _Attention, saved: _Saved) -> Call:
-    outs = (a.out, saved[0], None, None, None, None, *saved[1:], None)
-    args = (a.query, a.key, a.value, 0.0, a.causal)
-    return Call("aten._scaled_dot_product_flash_attention.default", args, a.kwargs, outs, True)
-
-
-def _flash_backward(a: _Attention, grad: Any, saved: _Saved, outs: _Gradients) -> Call:
-    tensors = (grad, a.query, a.key, a.value, a.out, saved[0])
-    args = (*tensors, None, None, *a.lengths, 0.0, a.causal, *saved[1:])
-    return Call("aten._scaled_dot_product_flash_attention_backward.default", args, a.kwargs, outs, True)
-
-
-def _efficient(a: _Attention, saved: _Saved) -> Call:
-    args = (a.query, a.key, a.value, None, True, 0.0, a.causal)
-    return Call("aten._scaled_dot_product_efficient_attention.default", args, a.kwargs, (a.out, *saved), True)
-
-
-def _efficient_backward(a: _Attention, grad: Any, saved: _Saved, outs: _Gradients) -> Call:
-    args = (
-        grad,
-        a.query,
-        a.key,
-        a.value,
-        None,
-        a.out,
-        *saved,
-        0.0,
-        [*(out is not None for out in outs), False],
-        a.causal,
-    )
-    return Call("aten._scaled_dot_product_efficient_attention_backward.default", args, a.kwargs, (*outs, None), True)
-
-
-def _cudnn(a: _Attention, saved: _Saved) -> Call:
-    outs = (a.out, saved[0], None, None, None, None, *saved[1:], None)
-    args = (a.query, a.key, a.value, None, True, 0.0, a.causal)
-    return Call("aten._scaled_dot_product_cudnn_attention.default", args, a.kwargs, outs, True)
-
-
-def _cudnn_backward(a: _Attention, grad: Any, saved: _Saved, outs: _Gradients) -> Call:
-    tensors = (grad, a.query, a.key, a.value, a.out, *saved)
-    args = (*tensors, None, None, None, *a.lengths, 0.0, a.causal)
-    return Call("aten._scaled_dot_product_cudnn_attention_backward.default", args, a.kwargs, outs, True)
-
-
-_KINDS: Mapping[str, _Kind] = {
-    "flash": _Kind(_HALF, 256, _flash, _flash_backward),
-    "efficient": _Kind((torch.float32, *_HALF), 2**16, _efficient, _efficient_backward),
-    "cudnn": _Kind(_HALF, 128, _cudnn, _cudnn_backward),
+#: Of each kind of fused attention the dtypes and the largest width that it takes; widths are multiples of 16 bytes.
+_KINDS: Mapping[str, tuple[tuple[torch.dtype, ...], int]] = {
+    "flash": (HALF, 256),
+    "efficient": ((torch.float32, *HALF), 2**16),
+    "cudnn": (HALF, 128),
 }
+#: Of sequences of several lengths, which these are not.
+_LENGTHS = (None,) * 4
 _OPS = {f"aten._scaled_dot_product_{kind}_attention.default": kind for kind in _KINDS}
 _BACKWARD_OPS = tuple(f"aten._scaled_dot_product_{kind}_attention_backward.default" for kind in _KINDS)
+
+
+def _forward(kind: str, a: _Attention, saved: _Saved) -> Call:
+    """The call that makes the result and the saved tensors."""
+    named = {"attn_bias": None, "compute_log_sumexp": True, "dropout_p": 0.0, "is_causal": a.causal}
+    outs = (a.out, *saved) if kind == "efficient" else (a.out, saved[0], *_LENGTHS, *saved[1:], None)
+    return _call(f"aten._scaled_dot_product_{kind}_attention.default", a, named, outs)
+
+
+def _backward(kind: str, a: _Attention, grad: Any, saved: _Saved, outs: tuple[Ref | None, ...]) -> Call:
+    """The call that makes the gradients for query, key and value from the result's gradient and the saved tensors."""
+    named = dict.fromkeys(("attn_bias", "cum_seq_q", "cum_seq_k")) | {"grad_out": grad, "grad_out_": grad}
+    named |= {"out": a.out, "max_q": a.lengths[0], "max_k": a.lengths[1], "dropout_p": 0.0, "is_causal": a.causal}
+    named |= dict(zip(("logsumexp", "philox_seed", "philox_offset"), saved, strict=True))
+    named |= {"grad_input_mask": [*(out is not None for out in outs), False]}
+    outs = (*outs, None) if kind == "efficient" else outs
+    return _call(f"aten._scaled_dot_product_{kind}_attention_backward.default", a, named, outs)
+
+
+def _call(op: str, a: _Attention, named: Mapping[str, Any], outs: tuple[Ref | None, ...]) -> Call:
+    """A call of an operator with those of the arguments that it has, by their names in its schema."""
+    named = {"query": a.query, "key": a.key, "value": a.value, **named}
+    args = (named[argument.name] for argument in overload(op)._schema.arguments if argument.name in named)
+    return Call(op, tuple(args), a.kwargs, outs, True)
 
 
 def offer(editor: Editor) -> None:
     """Offer, for the word ``algorithms``, the other kinds that take these dtypes and shapes, forward and gradients."""
     if ALGORITHMS not in editor.words or editor.device.type != "cuda":
         return
-    for task in editor.tasks:
-        own = _OPS.get(task.calls[-1].op) if task.calls else None
-        if own is None or task.variant != "aten":
-            continue
+    for task, call in editor.find_last(*_OPS):
         found = _attention(editor, task)
-        slots = [
-            made for made in editor.find_slots(*_BACKWARD_OPS) if _argument(made[2], "out") == task.calls[-1].outs[0]
-        ]
+        slots = [made for made in editor.find_slots(*_BACKWARD_OPS) if _argument(made[2], "out") == call.outs[0]]
         if found is None or len(slots) != 1:
             continue
-        for name, kind in _KINDS.items():
-            if name != own and _takes(kind, found):
-                _fused(editor, task, found, name, slots[0])
+        for kind in _KINDS:
+            if kind != _OPS[call.op] and _takes(kind, found):
+                _fused(editor, task, found, kind, slots[0])
         if {meta.dtype for meta in found.metas} == {torch.float32}:
             _written_out(editor, task, found, slots[0])
 
@@ -174,8 +129,7 @@ def _attention(editor: Editor, task: Task) -> _Attention | None:
     query, key, value, out = *call.args[:3], call.outs[0]
     if out is None or _argument(call, "dropout_p") or _argument(call, "attn_bias") is not None:
         return None
-    made = editor.results(task.calls)
-    metas = tuple(made.get(ref) or editor.metas[ref.name] for ref in (query, key, value))
+    metas = tuple(editor.seen(task.calls, ref) for ref in (query, key, value))
     shapes = [meta.shape for meta in metas]
     # As many heads and batches everywhere; which kinds align causal masks how, where lengths differ, is not told here.
     causal = bool(_argument(call, "is_causal"))
@@ -185,81 +139,78 @@ def _attention(editor: Editor, task: Task) -> _Attention | None:
     return _Attention(query, key, value, (metas[0], metas[1], metas[2]), causal, _argument(call, "scale"), out)
 
 
-def _takes(kind: _Kind, found: _Attention) -> bool:
-    width = found.metas[0].shape[3]
-    return width <= kind.widest and all(
-        meta.dtype in kind.dtypes and width * meta.dtype.itemsize % 16 == 0 and meta.stride[3] == 1
-        for meta in found.metas
+def _takes(kind: str, found: _Attention) -> bool:
+    (dtypes, widest), width = _KINDS[kind], found.metas[0].shape[3]
+    return width <= widest and all(
+        meta.dtype in dtypes and width * meta.dtype.itemsize % 16 == 0 and meta.stride[3] == 1 for meta in found.metas
     )
 
 
-def _fused(editor: Editor, task: Task, found: _Attention, name: str, slot: tuple[int, Task, Call]) -> None:
+def _fused(editor: Editor, task: Task, found: _Attention, kind: str, slot: tuple[int, Task, Call]) -> None:
     """Add the forward of a kind, which saves values of its own, and the gradients from these values."""
-    kind, (index, way, call) = _KINDS[name], slot
+    index, way, call = slot
     temporary = (Ref("sums"), Ref("seed"), Ref("offset"))
-    made = editor.results((*task.calls[:-1], kind.forward(found, temporary)))
+    made = editor.results((*task.calls[:-1], _forward(kind, found, temporary)))
     if made[found.out] != editor.meta_of(found.out):
         return
-    saved = tuple(Ref(editor.value(f"{task.name}.{name}.{ref.name}", "forward", made[ref])) for ref in temporary)
-    values = (saved[0], saved[1], saved[2])
-    forward = (*task.calls[:-1], kind.forward(found, values))
-    backward = (*way.calls[:-1], kind.backward(found, call.args[0], values, call.outs[:3]))
+    sums, seed, offset = (editor.value(f"{task.name}.{kind}.{ref.name}", "forward", made[ref]) for ref in temporary)
+    saved = (Ref(sums), Ref(seed), Ref(offset))
+    forward = (*task.calls[:-1], _forward(kind, found, saved))
+    backward = (*way.calls[:-1], _backward(kind, found, call.args[0], saved, call.outs[:3]))
     results = editor.results(backward)
     if any(results[Ref(value)] != editor.metas[value] for value in way.writes):
         return
-    writes = [ref.name for ref in (found.out, *values) if isinstance(ref.name, int)]
-    editor.add(task, forward, writes, f"attention.{name}", word=ALGORITHMS, runs=task.runs)
-    editor.add_way(index, backward, f"attention.{name}", word=ALGORITHMS)
+    writes = (task.writes[0], sums, seed, offset)
+    editor.add(task, forward, writes, f"attention.{kind}", word=ALGORITHMS, runs=task.runs)
+    editor.add_way(index, backward, f"attention.{kind}", word=ALGORITHMS)
 
 
 def _written_out(editor: Editor, task: Task, found: _Attention, slot: tuple[int, Task, Call]) -> None:
     """Add attention as matrix products and a softmax; the gradients compute the probabilities again."""
     index, way, call = slot
-    first = (*task.calls[:-1], *_probabilities(found))
-    product = Call("aten.matmul.default", (Ref("probabilities"), found.value), (), (Ref("product"),))
-    forward = (*first, product, *_into(editor, found.out, Ref("product")))
+    forward, backward = Calls(task.calls[:-1]), Calls(way.calls[:-1])
+    _, probabilities = _probabilities(forward, found)
+    product = forward.add("aten.matmul.default", probabilities, found.value)
+    _lay_out(editor, forward, product, found.out)
     editor.add(task, forward, task.writes[:1], "attention.written_out", word=ALGORITHMS, runs=task.runs)
-    backward = (*way.calls[:-1], *_probabilities(found), *_gradients(editor, found, call.args[0], call.outs[:3]))
+    _gradients(editor, backward, found, call.args[0], call.outs[:3])
     editor.add_way(index, backward, "attention.written_out", word=ALGORITHMS)
 
 
-def _probabilities(found: _Attention) -> Iterator[Call]:
-    """softmax(scale * query @ key.T), and the scaled query."""
-    scores = Ref("scores")
-    yield Call("aten.mul.Scalar", (found.query, found.factor), (), (Ref("scaled"),))
-    yield Call("aten.transpose.int", (found.key, -2, -1), (), (Ref("turned"),))
-    yield Call("aten.matmul.default", (Ref("scaled"), Ref("turned")), (), (scores,))
+def _probabilities(calls: Calls, found: _Attention) -> tuple[Ref, Ref]:
+    """The scaled query, and softmax(scaled query @ key.T)."""
+    scaled = calls.add("aten.mul.Scalar", found.query, found.factor)
+    scores = calls.add("aten.matmul.default", scaled, _turned(calls, found.key))
     if found.causal:
-        yield Call("aten.new_full.default", (scores, found.lengths, -math.inf), (), (Ref("full"),))
-        yield Call("aten.triu.default", (Ref("full"), 1), (), (Ref("later"),))
-        yield Call("aten.add_.Tensor", (scores, Ref("later")), (), (scores,))
-    yield Call("aten._softmax.default", (scores, -1, False), (), (Ref("probabilities"),))
+        full = calls.add("aten.new_full.default", scores, found.lengths, -math.inf)
+        calls.add("aten.add_.Tensor", scores, calls.add("aten.triu.default", full, 1), out=scores)
+    return scaled, calls.add("aten._softmax.default", scores, -1, False)
 
 
-def _gradients(editor: Editor, found: _Attention, grad: Any, outs: Sequence[Ref | None]) -> Iterator[Call]:
+def _gradients(editor: Editor, calls: Calls, found: _Attention, grad: Any, outs: Sequence[Ref | None]) -> None:
     of_query, of_key, of_value = outs
-    probabilities, of_scores = Ref("probabilities"), Ref("of_scores")
+    scaled, probabilities = _probabilities(calls, found)
     if of_value is not None:
-        yield Call("aten.transpose.int", (probabilities, -2, -1), (), (Ref("probabilities_turned"),))
-        yield Call("aten.matmul.default", (Ref("probabilities_turned"), grad), (), (Ref("of_value"),))
-        yield from _into(editor, of_value, Ref("of_value"))
-    yield Call("aten.transpose.int", (found.value, -2, -1), (), (Ref("value_turned"),))
-    yield Call("aten.matmul.default", (grad, Ref("value_turned")), (), (Ref("of_probabilities"),))
-    args = (Ref("of_probabilities"), probabilities, -1, found.metas[0].dtype)
-    yield Call("aten._softmax_backward_data.default", args, (), (of_scores,))
+        made = calls.add("aten.matmul.default", _turned(calls, probabilities), grad)
+        _lay_out(editor, calls, made, of_value)
+    of_probabilities = calls.add("aten.matmul.default", grad, _turned(calls, found.value))
+    dtype = found.metas[0].dtype
+    of_scores = calls.add("aten._softmax_backward_data.default", of_probabilities, probabilities, -1, dtype)
     if of_key is not None:
-        yield Call("aten.transpose.int", (of_scores, -2, -1), (), (Ref("of_scores_turned"),))
-        yield Call("aten.matmul.default", (Ref("of_scores_turned"), Ref("scaled")), (), (Ref("of_key"),))
-        yield from _into(editor, of_key, Ref("of_key"))
+        made = calls.add("aten.matmul.default", _turned(calls, of_scores), scaled)
+        _lay_out(editor, calls, made, of_key)
     if of_query is not None:
-        yield Call("aten.matmul.default", (of_scores, found.key), (), (Ref("of_scaled"),))
-        yield Call("aten.mul_.Tensor", (Ref("of_scaled"), found.factor), (), (Ref("of_query"),))
-        yield from _into(editor, of_query, Ref("of_query"))
+        of_scaled = calls.add("aten.matmul.default", of_scores, found.key)
+        _lay_out(editor, calls, calls.add("aten.mul_.Tensor", of_scaled, found.factor), of_query)
 
 
-def _into(editor: Editor, out: Ref, made: Ref) -> Iterator[Call]:
-    """The calls that bring ``made`` into the layout of the value ``out``."""
+def _turned(calls: Calls, matrices: Any) -> Ref:
+    return calls.add("aten.transpose.int", matrices, -2, -1)
+
+
+def _lay_out(editor: Editor, calls: Calls, made: Ref, out: Ref) -> None:
+    """Bring a tensor into the layout of the value ``out``."""
     meta = editor.meta_of(out)
     assert meta is not None
-    yield Call("aten.new_empty_strided.default", (made, meta.shape, meta.stride), (), (out,))
-    yield Call("aten.copy_.default", (out, made), (), ())
+    calls.add("aten.new_empty_strided.default", made, meta.shape, meta.stride, out=out)
+    calls.append(Call("aten.copy_.default", (out, made), (), ()))

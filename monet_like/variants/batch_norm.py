@@ -18,7 +18,6 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..capture.captured import make_task
 from ..ir.program import Call, Ref, Task
 from ..runtime.batch_norm import CUDNN, NATIVE, NATIVE_BACKWARD, backward_of
 from .editor import Editor
@@ -219,13 +218,12 @@ def offer_backward(editor: Editor) -> None:
         operands = (grad, x, weight, bias, backward.mean, backward.invstd, *activation, backward.mask, *residual)
         outs = (result, *call.outs[1:])
         fused = Call("monet_like.batch_norm_activation_backward.default", operands, (), outs, True)
-        calls = (*first.calls[:-1], *after[:-1], fused)
-        name = f"batch_norm_{activation[0]}.backward"
-        ways.append(make_task(f"{norm.name}.{name}", calls, norm.writes, editor.metas, variant=name, word="conv"))
+        views, name = (*first.calls[:-1], *after[:-1]), f"batch_norm_{activation[0]}.backward"
+        ways.append(editor.beside(norm, (*views, fused), name, word="conv"))
         if parts := _parts(editor, x):
             op = "monet_like.batch_norm_activation_backward_joined.default"
-            calls, name = (*calls[:-1], replace(fused, op=op, args=(grad, parts, *operands[2:]))), f"{name}_joined"
-            ways.append(make_task(f"{norm.name}.{name}", calls, norm.writes, editor.metas, variant=name, word="conv"))
+            joined = replace(fused, op=op, args=(grad, parts, *operands[2:]))
+            ways.append(editor.beside(norm, (*views, joined), f"{name}_joined", word="conv"))
         editor.merge(slot, ways)
 
 

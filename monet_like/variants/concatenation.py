@@ -13,8 +13,9 @@ from dataclasses import replace
 
 from ..capture.captured import make_task
 from ..ir.program import Call, Ref, Task, refs
+from .calls import Calls
 from .convolution import input_gradient
-from .editor import Editor, renamed
+from .editor import Editor, with_names
 
 _BACKWARD = "aten.convolution_backward.default"
 SLICE = "aten.slice.Tensor"
@@ -69,11 +70,9 @@ def _make_parts(editor: Editor, slot: int, way: Task, call: Call, values: Mappin
     own = (*way.calls[:-1], replace(call, outs=(whole, None, None)), *copies)
     editor.rewrite(slot, [make_task(way.name, own, tuple(values.values()), editor.metas)])
     grad, x, weight, *rest = call.args
-    calls = list(way.calls[:-1])
+    calls = Calls(way.calls[:-1])
     for part, value in values.items():
-        mine = Ref(f"weight_{part[0]}")
-        channels = 0 if call.args[_TRANSPOSED] else 1
-        calls.append(Call(SLICE, (weight, channels, *part), (), (mine,)))
+        mine = calls.slice(weight, 0 if call.args[_TRANSPOSED] else 1, *part)
         made = input_gradient(editor, calls, replace(call, args=(grad, x, mine, *rest)), value)
         if made is None:
             return
@@ -115,13 +114,11 @@ def all_of(editor: Editor, arg: Ref) -> tuple[int, Range] | None:
     return arg.name, (0, meta.shape[CHANNELS])
 
 
-def _copy(whole: Ref, parts: Mapping[Range, Ref]) -> list[Call]:
+def _copy(whole: Ref, parts: Mapping[Range, Ref]) -> Calls:
     """The calls that copy the slices of a tensor into tensors of their own."""
-    calls = []
+    calls = Calls()
     for part, to in parts.items():
-        piece = Ref(f"channels_{part[0]}")
-        calls.append(Call(SLICE, (whole, CHANNELS, *part), (), (piece,)))
-        calls.append(Call("aten.clone.default", (piece,), (), (to,)))
+        calls.add("aten.clone.default", calls.slice(whole, CHANNELS, *part), out=to)
     return calls
 
 
@@ -129,6 +126,4 @@ def _on_parts(editor: Editor, reader: Task, whole: int, parts: Mapping[Range, Re
     """The calls of a task that reads parts in place of slices."""
     slices = {call.outs[0]: part for call in reader.calls if (part := _range(editor, call, whole)) is not None}
     names = {piece: parts[part] for piece, part in slices.items() if piece is not None}
-    return [
-        replace(call, args=renamed(call.args, names)) for call in reader.calls if _range(editor, call, whole) is None
-    ]
+    return [with_names(call, names) for call in reader.calls if _range(editor, call, whole) is None]

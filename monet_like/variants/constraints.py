@@ -11,7 +11,7 @@ from dataclasses import replace
 from ..capture.captured import Captured
 from ..ir.mode import ALGORITHMS
 from ..ir.program import Program, Ref, Task, may_meet
-from .editor import in_turn, renamed
+from .editor import in_turn, with_names
 
 _COMPARING = ("aten.eq.", "aten.ne.")
 #: Parts of the names of operators that read only shape and dtype of a tensor.
@@ -93,15 +93,7 @@ def _recomputed(captured: Captured, values: set[int]) -> Captured:
     refs = {Ref(old): Ref(new) for old, new in anew.items()}
 
     def second(task: Task) -> Task:
-        calls = tuple(
-            replace(
-                call,
-                args=renamed(call.args, refs),
-                kwargs=renamed(call.kwargs, refs),
-                outs=renamed(call.outs, refs),
-            )
-            for call in task.calls
-        )
+        calls = tuple(with_names(call, refs) for call in task.calls)
         reads, writes = (tuple(anew.get(v, v) for v in found) for found in (task.reads, task.writes))
         taken = task.overwrites if task.overwrites is None else anew.get(task.overwrites, task.overwrites)
         return replace(task, reads=reads, writes=writes, overwrites=taken, calls=calls)

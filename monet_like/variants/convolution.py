@@ -25,6 +25,7 @@ from typing import Any
 from ..ir.mode import ALGORITHMS
 from ..ir.program import Call, Ref, Task
 from ..ops.convolution import FORWARD_ALGORITHMS, INPUT_ALGORITHMS, WEIGHT_ALGORITHMS
+from .calls import Calls
 from .editor import Editor
 
 CONVOLUTION = "aten.convolution.default"
@@ -38,7 +39,7 @@ def offer(editor: Editor) -> None:
             (out,) = way.writes
             by_shape = _by_shape(editor, way.calls[:-1], call, out)
             if by_shape is not None:
-                editor.add_way(slot, (*way.calls[:-1], *by_shape), "conv.shape_only")
+                editor.add_way(slot, by_shape, "conv.shape_only")
             if (turned := input_gradient(editor, way.calls[:-1], call, out)) is not None:
                 same = editor.device.type == "cuda" and not is_depthwise(editor, way)
                 word = "" if same else "conv"
@@ -58,13 +59,12 @@ def _forward(editor: Editor, task: Task, call: Call) -> None:
     if size[2:] == (1, 1) and set(stride) == {1} and set(padding) == {0} and bias is None:
         _matmul(editor, task, x, weight, out)
     elif set(dilation) == {1}:
-        im2col = Call(
-            "aten._slow_conv2d_forward.default", (x, weight, size[2:], bias, stride, padding), (), (Ref(out),)
-        )
+        args = (x, weight, size[2:], bias, stride, padding)
+        im2col = Call("aten._slow_conv2d_forward.default", args, (), (Ref(out),))
         editor.add(task, (im2col,), (out,), "conv.im2col", word="conv", runs=task.runs)
 
 
-def _by_shape(editor: Editor, before: Sequence[Call], call: Call, out: int) -> tuple[Call, ...] | None:
+def _by_shape(editor: Editor, before: Sequence[Call], call: Call, out: int) -> Calls | None:
     """The input gradient with an expanded number in place of the input; None if PyTorch might choose another kernel.
 
     In other layouts PyTorch looks at the input's strides to choose one.
@@ -73,14 +73,9 @@ def _by_shape(editor: Editor, before: Sequence[Call], call: Call, out: int) -> t
     x_meta, known = editor.meta_of(x), (editor.meta_of(weight), editor.metas[out])
     if editor.device.type != "cpu" or x_meta is None or not all(m and m.contiguous for m in (x_meta, *known)):
         return None
-    number, shape = Ref("number"), Ref("shape")
-    options = (("dtype", x_meta.dtype), ("device", x_meta.device))
-    made = (
-        Call("aten.empty.memory_format", ((1,),), options, (number,)),
-        Call("aten.expand.default", (number, x_meta.shape), (), (shape,)),
-        replace(call, args=(grad, shape, weight, *rest)),
-    )
-    return made if editor.results((*before, *made))[Ref(out)] == editor.metas[out] else None
+    calls = Calls(before)
+    calls.append(replace(call, args=(grad, calls.one_number(x_meta), weight, *rest)))
+    return calls if editor.results(calls)[Ref(out)] == editor.metas[out] else None
 
 
 def input_gradient(editor: Editor, before: Sequence[Call], call: Call, out: int) -> Call | None:
@@ -107,8 +102,7 @@ def is_depthwise(editor: Editor, task: Task) -> bool:
     """Whether a task is a depthwise convolution, with a group for every channel, its transpose, or a gradient of it."""
     *before, call = task.calls
     filters, groups = (call.args[1], call.args[8]) if call.op == CONVOLUTION else (call.args[2], call.args[9])
-    weight = Call("aten.detach.default", (filters,), (), (Ref("filters"),))
-    return groups > 1 and editor.result((*before, weight)).shape[1] == 1
+    return groups > 1 and editor.seen(before, filters).shape[1] == 1
 
 
 def _plain(editor: Editor, *found: Any) -> bool:
@@ -119,15 +113,12 @@ def _plain(editor: Editor, *found: Any) -> bool:
 
 def _matmul(editor: Editor, task: Task, x: Ref, weight: Ref, out: int) -> None:
     batch, channels, *pixels = editor.metas[x.name].shape  # type: ignore[index]
-    wide = editor.metas[out].shape[1]
-    count = math.prod(pixels)
-    calls = (
-        Call("aten.view.default", (x, (batch, channels, count)), (), (Ref("pixels"),)),
-        Call("aten.view.default", (weight, (1, wide, channels)), (), (Ref("matrix"),)),
-        Call("aten.expand.default", (Ref("matrix"), (batch, wide, channels)), (), (Ref("matrices"),)),
-        Call("aten.bmm.default", (Ref("matrices"), Ref("pixels")), (), (Ref("product"),)),
-        Call("aten.view.default", (Ref("product"), editor.metas[out].shape), (), (Ref(out),)),
-    )
+    wide, calls = editor.metas[out].shape[1], Calls()
+    columns = calls.add("aten.view.default", x, (batch, channels, math.prod(pixels)))
+    matrix = calls.add("aten.view.default", weight, (1, wide, channels))
+    matrices = calls.add("aten.expand.default", matrix, (batch, wide, channels))
+    product = calls.add("aten.bmm.default", matrices, columns)
+    calls.add("aten.view.default", product, editor.metas[out].shape, out=Ref(out))
     editor.add(task, calls, (out,), "conv.matmul", word="conv", runs=task.runs)
 
 
@@ -138,17 +129,15 @@ def offer_algorithms(editor: Editor) -> None:
     """Offer cuDNN's algorithms for convolutions of images, not transposed, of any layout, groups and dtype."""
     if ALGORITHMS not in editor.words or editor.device.type != "cuda":
         return
-    for task in editor.tasks:
-        if task.variant != "aten" or not task.calls or task.calls[-1].op != CONVOLUTION:
-            continue
-        *before, call = task.calls
+    for task, call in editor.find_last(CONVOLUTION):
         x, weight, bias, stride, padding, dilation, transposed, _, groups = call.args
         if transposed or len(stride) != 2:
             continue
         name, settings = "monet_like.cudnn_convolution.default", (stride, padding, dilation, groups)
         plain = Call(name, (x, weight, bias, *settings), (), call.outs)
         window = editor.metas[weight.name].shape[2:] if editor.meta_of(weight) else ()
-        for algorithm, made in _by_each_algorithm(editor, before, plain, (), task.writes, window, FORWARD_ALGORITHMS):
+        ways = _by_each_algorithm(editor, task.calls[:-1], plain, (), task.writes, window, FORWARD_ALGORITHMS)
+        for algorithm, made in ways:
             editor.add(task, made, task.writes, f"conv.cudnn_{algorithm}", word=ALGORITHMS, runs=task.runs)
     for slot, way, call in list(editor.find_slots(BACKWARD)):
         if not call.args[7] and len(call.args[4]) == 2 and call.args[-1][0] != call.args[-1][1]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ..capture.captured import make_task
 from ..ir.program import Call, Ref, Task, refs
-from .editor import Editor, renamed, root_of
+from .editor import Editor, root_of, with_names
 
 _STEPS = ("aten.new_empty_strided.default", "aten.copy.default", "aten.clone.default", "", "aten.copy.default")
 
@@ -56,6 +56,6 @@ def _direct(editor: Editor, slot: int, steps: list[Task]) -> list[Call] | None:
     incoming = Ref(gradient) if editor.metas[gradient].shape == shape else Ref("incoming")
     calls = [] if incoming == Ref(gradient) else [Call("aten.view.default", (Ref(gradient), shape), (), (incoming,))]
     for call in steps[3].calls:
-        calls.append(replace(call, args=renamed(call.args, {Ref(cloned): incoming})))
+        calls.append(with_names(call, {Ref(cloned): incoming}))
     calls[-1] = replace(calls[-1], outs=(Ref(back),))
     return calls if editor.result(calls) == editor.metas[back] else None

@@ -16,7 +16,7 @@ from ..ir.program import Call, Ref, Task
 from ..runtime.batch_norm import backward_of
 from .batch_norm import NOTHING
 from .concatenation import CHANNELS, SLICE, Range, all_of, part_of
-from .editor import Editor, renamed
+from .editor import Editor, with_names
 
 _ADD = ("aten.add.Tensor", "aten.add_.Tensor")
 
@@ -114,7 +114,7 @@ def _on_parts(editor: Editor, task: Task, parts: Mapping[int, Range], total: int
     for value, channels in parts.items():
         made, names[Ref(value)] = _taken(Ref(total), editor.metas[total].shape[CHANNELS], channels, f"met_{value}")
         views += made
-    calls = [replace(call, args=renamed(call.args, names)) for call in task.calls]
+    calls = [with_names(call, names) for call in task.calls]
     overwrites = task.overwrites
     if overwrites in parts:
         calls[-1], overwrites = replace(calls[-1], op=_ADD[0]), None

@@ -21,7 +21,7 @@ import torch
 from ..ir.mode import dropit_share, dropit_word
 from ..ir.program import Call, Ref, Task
 from ..ops.caches import LARGEST_BLOCK, int8_bytes, kept_of_block, largest_bytes, largest_kept
-from .editor import Editor, like, renamed, root_of
+from .editor import Editor, like, root_of, views_of, with_names
 
 _BACKWARD = "aten.convolution_backward.default"
 #: Operators that may stand between the gradient of a weight and that of the parameter: autocast's casts, sums of shared
@@ -47,7 +47,7 @@ def offer(editor: Editor) -> None:
         if x not in caches:
             caches[x] = tuple(_caches(editor, x, keep, word))
         meta, dropped = editor.metas[x], Ref("dropped")
-        calls = [replace(call, args=renamed(call.args, {Ref(x): dropped})) for call in way.calls]
+        calls = [with_names(call, {Ref(x): dropped}) for call in way.calls]
         product = _product(editor, way, x)
         for cache in caches[x]:
             if product is not None:
@@ -125,20 +125,14 @@ def _product(editor: Editor, way: Task, x: int) -> tuple[Call, ...] | None:
     if mm.op != "aten.mm.default":
         return None
     place = next(i for i, operand in enumerate(mm.args) if root_of(way.calls, operand) == x)
-    meta, made = editor.metas[x], editor.results(way.calls)
-    seen = made.get(mm.args[place], meta)
+    meta, seen = editor.metas[x], editor.seen(way.calls, mm.args[place])
     rows, columns = seen.shape if place else seen.shape[::-1]
     if seen.stride != ((columns, 1) if place else (1, columns)) or seen.offset:
         return None
     if rows * columns * meta.dtype.itemsize != meta.storage_bytes:
         return None
     grad = mm.args[1 - place]
-    makers = {call.outs[0]: call for call in way.calls}
-    views: list[Call] = []
-    while not isinstance(grad.name, int):
-        views.insert(0, makers[grad])
-        grad = views[0].args[0]
-    grad = mm.args[1 - place]
+    views = views_of([way], grad)
     if place and views and views[-1].op == "aten.t.default":
         grad = views.pop().args[0]
     elif place:

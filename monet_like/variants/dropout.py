@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from ..ir.program import Call, Ref
-from .editor import Editor, like
+from .editor import Editor
 
 
 def offer(editor: Editor) -> None:
@@ -18,8 +16,7 @@ def offer(editor: Editor) -> None:
         meta = editor.metas[noise.name]
         if not editor.dense(noise.name):
             continue
-        elements = meta.storage_bytes // meta.dtype.itemsize
-        bits = editor.value(f"{task.name}.bits", "forward", like(meta, dtype=torch.uint8, shape=(-(-elements // 8),)))
+        bits = editor.bits(task.name, noise.name)
         pack = Call("monet_like.pack_sign.default", (noise,), (), (Ref(bits),))
         editor.add(task, (*task.calls, pack), (*task.writes, bits), "dropout.pack", word="newnode", runs="first")
         # The same division as in the forward, so that the scale rounds the same way.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -79,6 +80,12 @@ class Editor:
             if task.variant == "aten" and len(task.calls) == 1 and task.calls[0].op in ops:
                 yield task, task.calls[0]
 
+    def find_last(self, *ops: str) -> Iterator[tuple[Task, Call]]:
+        """Find PyTorch's own forward tasks that end in a call to one of ``ops``; calls before it make views."""
+        for task in self.tasks:
+            if task.variant == "aten" and task.calls and task.calls[-1].op in ops:
+                yield task, task.calls[-1]
+
     def find_slots(self, *ops: str) -> Iterator[tuple[int, Task, Call]]:
         """Find slots whose first way ends in a call to one of ``ops``; calls before it make views of its arguments."""
         for index, ways in enumerate(self.slots):
@@ -122,9 +129,11 @@ class Editor:
 
     def add_way(self, slot: int, calls: Sequence[Call], variant: str, **options: Any) -> None:
         """Add a way to do a slot; it writes the values that the first way writes."""
-        first = self.slots[slot][0]
-        way = make_task(f"{first.name}.{variant}", calls, first.writes, self.metas, variant=variant, **options)
-        self.slots[slot].append(way)
+        self.slots[slot].append(self.beside(self.slots[slot][0], calls, variant, **options))
+
+    def beside(self, way: Task, calls: Sequence[Call], variant: str, **options: Any) -> Task:
+        """Make another way that writes the same values; ``options`` are further fields of `Task`."""
+        return make_task(f"{way.name}.{variant}", calls, way.writes, self.metas, variant=variant, **options)
 
     def in_turn(self, ways: Sequence[Task], between: Iterable[int], **options: Any) -> Task:
         """Make one way that does several slots in turn; values ``between``, which only they read, are temporary.
@@ -139,6 +148,28 @@ class Editor:
         for former in self.slots[slot : slot + count]:
             self._last.update((value, merged) for value in former[0].reads if self._last[value] is former)
         self.slots[slot : slot + count] = [merged]
+
+    def merge_all(self, merges: Iterable[tuple[int, int, Sequence[Task]]]) -> None:
+        """Merge slots that do not overlap: of each merge the first slot, their number, and the ways of the one."""
+        for first, count, ways in sorted(merges, reverse=True, key=lambda merge: merge[0]):
+            self.merge(first, ways, count)
+
+    def read_later(self) -> Iterator[tuple[int, Task]]:
+        """The dense forward values that slots read, each with PyTorch's own task that makes it as its first result; no
+        outputs and nothing that is made of parameters alone.
+        """
+        for value in sorted({value for ways in self.slots for way in ways for value in way.reads}):
+            maker = self.maker(value)
+            if maker is None or maker.writes[0] != value or value in self.captured.program.outputs:
+                continue
+            if self.dense(value) and not self.of_parameters(value):
+                yield value, maker
+
+    def bits(self, name: str, value: int) -> int:
+        """Add a value with one bit for each element of another one."""
+        meta = self.metas[value]
+        elements = meta.storage_bytes // meta.dtype.itemsize
+        return self.value(f"{name}.bits", "forward", like(meta, dtype=torch.uint8, shape=(-(-elements // 8),)))
 
     def forward_readers(self, value: int) -> list[Task]:
         """PyTorch's own forward tasks that read a value."""
@@ -204,6 +235,10 @@ class Editor:
         self.slots[slot][:] = ways
         self._last = {value: others for others in self.slots for value in others[0].reads}
 
+    def seen(self, calls: Sequence[Call], ref: Ref) -> TensorMeta:
+        """Shape, dtype and layout of a value's own tensor or of a temporary that ``calls`` make."""
+        return self.meta_of(ref) or self.results(calls)[ref]
+
     def result(self, calls: Sequence[Call]) -> TensorMeta:
         """Shape, dtype and layout of the result of the last of ``calls``, which must have one result."""
         return list(self.results(calls).values())[-1]
@@ -256,7 +291,7 @@ def in_turn(tasks: Sequence[Task], between: Iterable[int], metas: Sequence[Tenso
     calls: list[Call] = []
     for task in tasks:
         for call in task.calls:
-            inner = replace(call, args=renamed(call.args, names), outs=renamed(call.outs, names))
+            inner = with_names(call, names)
             if inner not in calls:  # views that several tasks make of the same tensor are made once
                 calls.append(inner)
     writes = [value for task in tasks for value in task.writes if Ref(value) not in names]
@@ -274,6 +309,12 @@ def views_of(ways: Iterable[Task], *wanted: Ref | None) -> list[Call]:
             needed.append(made[ref])
             ref = made[ref].args[0]
     return [call for call in dict.fromkeys(made.values()) if call in needed]
+
+
+def with_names(call: Call, names: Mapping[Ref, Ref]) -> Call:
+    """A call with other operands and results in the place of some."""
+    args, kwargs, outs = (renamed(part, names) for part in (call.args, call.kwargs, call.outs))
+    return replace(call, args=args, kwargs=kwargs, outs=outs)
 
 
 def renamed(leaf: Any, names: Mapping[Ref, Ref]) -> Any:
@@ -300,9 +341,7 @@ def like(
         count = meta.storage_bytes // meta.dtype.itemsize
     else:
         shape = tuple(shape)
-        stride, count = torch.empty(shape, device="meta").stride(), 1
-        for extent in shape:
-            count *= extent
+        stride, count = torch.empty(shape, device="meta").stride(), math.prod(shape)
     return TensorMeta(dtype, device or meta.device, tuple(shape), tuple(stride), 0, count * dtype.itemsize)
 
 

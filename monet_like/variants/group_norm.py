@@ -13,6 +13,7 @@ import torch
 
 from ..ir.program import Call, Ref
 from .batch_norm import NOTHING, following
+from .calls import Calls
 from .editor import Editor
 
 
@@ -29,27 +30,21 @@ def offer(editor: Editor) -> None:
         if editor.device.type != "cpu" or not full or not meta.contiguous or editor.metas[x.name] != meta:
             continue
 
-        def spread(statistics: Ref, name: str, members: int = channels // groups) -> tuple[Call, Call]:
-            flat = Call("aten.view.default", (statistics, (-1,)), (), (Ref(f"{name}_of_groups"),))
-            each = (Ref(f"{name}_of_groups"), members)
-            return flat, Call("aten.repeat_interleave.self_int", each, (), (Ref(name),))
-
-        calls = [*spread(mean, "mean"), *spread(invstd, "invstd")]
-        calls.append(Call("aten.view.default", (x, (1, images * channels, pixels)), (), (Ref("rows"),)))
-        parameters: list[Ref | None] = []
-        for parameter, name in ((weight, "weight"), (bias, "bias")):
-            parameters.append(None if parameter is None else Ref(name))
-            if parameter is not None:
-                calls.append(Call("aten.repeat.default", (parameter, (images,)), (), (Ref(name),)))
+        calls, spread = Calls(), list[Ref]()
+        for statistics in (mean, invstd):
+            flat = calls.add("aten.view.default", statistics, (-1,))
+            spread.append(calls.add("aten.repeat_interleave.self_int", flat, channels // groups))
+        rows = calls.add("aten.view.default", x, (1, images * channels, pixels))
+        parameters = [each and calls.add("aten.repeat.default", each, (images,)) for each in (weight, bias)]
         chain = following(editor, out.name)
-        followed = [] if chain.residual is not None or not chain.tasks else [(chain.tasks[-1].writes[0], chain)]
-        for value, what in ((out.name, None), *followed):
-            activation = NOTHING if what is None else what.activation
-            operands = (Ref("rows"), *parameters, Ref("mean"), Ref("invstd"), None, *activation)
-            apply = Call("monet_like.batch_norm_apply.default", operands, (), (Ref("made"),))
+        forms = [(out.name, "group_norm.apply", NOTHING, "")]
+        if chain.tasks and chain.residual is None:
+            variant = f"group_norm_{chain.activation[0]}.apply"
+            forms.append((chain.tasks[-1].writes[0], variant, chain.activation, chain.word))
+        for value, variant, activation, word in forms:
+            operands = (rows, *parameters, *spread, None, *activation)
+            apply = Call("monet_like.batch_norm_apply.default", operands, (), (Ref("normalised"),))
             shape = editor.metas[value].shape
             assert math.prod(shape) == images * channels * pixels
-            back = Call("aten.view.default", (Ref("made"), shape), (), (Ref(value),))
-            variant = "group_norm.apply" if what is None else f"group_norm_{activation[0]}.apply"
-            word = "" if what is None else what.word
+            back = Call("aten.view.default", (Ref("normalised"), shape), (), (Ref(value),))
             editor.add(task, (*calls, apply, back), (value,), variant, word=word, runs="again")

@@ -11,18 +11,9 @@ from ..capture.captured import TensorMeta
 from ..ir.program import Call, Ref, Task, refs
 from .editor import Editor
 
-_ACTIVATIONS = (
-    "relu",
-    "hardtanh",
-    "leaky_relu",
-    "elu",
-    "silu",
-    "hardswish",
-    "hardsigmoid",
-    "sigmoid",
-    "tanh",
-    "gelu",
-)
+_ACTIVATIONS = ("relu", "hardtanh", "leaky_relu", "elu", "silu", "hardswish", "hardsigmoid", "sigmoid", "tanh", "gelu")
+#: Of which the gradient can be written into a given tensor.
+_GRADS = ("threshold", "hardtanh", "leaky_relu", "elu", "silu", "hardsigmoid", "sigmoid", "tanh", "gelu", "softplus")
 _ARITHMETIC = [(name, overload) for name in ("add", "mul", "sub", "div") for overload in ("Tensor", "Scalar")]
 #: Operators of the forward, their form that writes into a given tensor, and its name there ("": the first argument).
 FORWARD = {f"aten.{name}.default": (f"aten.{name}_.default", "") for name in _ACTIVATIONS} | {
@@ -33,21 +24,7 @@ BACKWARD = {
     "monet_like.keep_where.default": ("monet_like.keep_where_.default", ""),
     "aten.hardswish_backward.default": ("aten.hardswish_backward.out", "out"),
     "aten.neg.default": ("aten.neg_.default", ""),
-} | {
-    f"aten.{name}_backward.default": (f"aten.{name}_backward.grad_input", "grad_input")
-    for name in (
-        "threshold",
-        "hardtanh",
-        "leaky_relu",
-        "elu",
-        "silu",
-        "hardsigmoid",
-        "sigmoid",
-        "tanh",
-        "gelu",
-        "softplus",
-    )
-}
+} | {f"aten.{name}_backward.default": (f"aten.{name}_backward.grad_input", "grad_input") for name in _GRADS}
 BACKWARD |= {op: form for op, form in FORWARD.items() if op.startswith(("aten.mul.", "aten.div."))}
 #: Operators that may overwrite their second operand, and one whose form in place swaps its operands.
 _COMMUTATIVE = frozenset({"aten.add.Tensor", "aten.mul.Tensor"})
@@ -150,19 +127,14 @@ def _backward(editor: Editor) -> None:
             continue
         (out,) = first.writes
         for way in list(ways):
-            call = way.calls[-1]
-            for grad, writes in _overwriting_gradient(call, editor.meta_of):
+            *views, call = way.calls
+            if call.op not in BACKWARD:
+                continue
+            for grad, write in overwriting(call, BACKWARD[call.op], editor.meta_of):
                 once = sum(grad == ref for call in way.calls for ref in refs(call)) == 1
                 if once and editor.replaceable(grad, slot, Ref(out)):
                     # A way that needs a word of its own is offered in place only beside it.
                     variant = "in_place" if way is first else f"{way.variant}_in_place"
-                    calls = (*way.calls[:-1], *writes)
-                    editor.add_way(slot, calls, variant, word=way.word or "inplace", overwrites=grad.name)
+                    word = way.word or "inplace"
+                    editor.add_way(slot, (*views, write), variant, word=word, overwrites=grad.name)
                     break
-
-
-def _overwriting_gradient(call: Call, meta_of: MetaOf) -> Iterator[tuple[Any, tuple[Call, ...]]]:
-    """The arguments that the last call of a way can overwrite, each with the calls that do so."""
-    if call.op in BACKWARD:
-        for taken, write in overwriting(call, BACKWARD[call.op], meta_of):
-            yield taken, (write,)

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..capture.captured import make_task
 from ..ir.program import Call, Ref, Task
 from ..runtime.batch_norm import CUDNN, backward_of
 from .batch_norm import NOTHING, Activation, Chain, activated_by, activation_of, following, in_turn, only_there
@@ -52,13 +51,13 @@ class _Norm:
 
 
 def _norms(editor: Editor) -> Iterator[_Norm]:
-    for task in editor.tasks:
-        *views, call = task.calls
-        if task.variant != "aten" or not views or any(view.op != _VIEW for view in views):
+    for task, call in editor.find_last(_NATIVE, CUDNN):
+        *views, _ = task.calls
+        if not views or any(view.op != _VIEW for view in views):
             continue
         if call.op == _NATIVE:
             rows, weight, bias, training, _, eps = call.args
-        elif call.op == CUDNN and call.args[3] is None:
+        elif call.args[3] is None:
             rows, weight, bias, _, _, training, _, eps = call.args
         else:
             continue
@@ -164,6 +163,5 @@ def _fused(editor: Editor, first: Task, second: Task, activation: Activation, no
     rows = Call(_VIEW, (incoming, editor.metas[norm.out].shape), (), (Ref("incoming_rows"),))
     operands = (Ref("incoming_rows"), *norm.statistics, *activation, backward.mask)
     fused = Call("monet_like.batch_norm_activation_backward.default", operands, (), call.outs, True)
-    name = f"instance_norm_{activation[0]}.backward"
     calls = (*first.calls[:-1], rows, *norm.views, fused)
-    return make_task(f"{second.name}.{name}", calls, second.writes, editor.metas, variant=name, word="conv")
+    return editor.beside(second, calls, f"instance_norm_{activation[0]}.backward", word="conv")

@@ -23,22 +23,19 @@ def offer(editor: Editor) -> None:
     """Offer, for ``conv``, oneDNN for float32 products of two matrices, of which the forward transposes the second."""
     if not usable(editor):
         return
-    for task in editor.tasks:
-        if task.variant == "aten":
-            for calls in _forward(editor, task):
-                editor.add(task, calls, task.writes, VARIANT, word="conv", runs=task.runs)
+    for task, call in editor.find_last("aten.mm.default", "aten.addmm.default"):
+        for calls in _forward(editor, task, call):
+            editor.add(task, calls, task.writes, VARIANT, word="conv", runs=task.runs)
     for slot, ways in enumerate(editor.slots):
         for calls in _input_gradient(editor, ways[0]):
             editor.add_way(slot, calls, VARIANT, word="conv")
 
 
-def _forward(editor: Editor, task: Task) -> Iterator[Sequence[Call]]:
-    *views, call = task.calls or (None,)
-    if call is None or call.op not in ("aten.mm.default", "aten.addmm.default") or call.kwargs:
-        return
+def _forward(editor: Editor, task: Task, call: Call) -> Iterator[Sequence[Call]]:
     *bias, x, turned = call.args
-    transposing = [view for view in views if view is not None and view.outs == (turned,)]
-    if not transposing or transposing[0].op != "aten.t.default" or not _single(editor, task.writes):
+    views = task.calls[:-1]
+    transposing = [view for view in views if view.outs == (turned,)]
+    if call.kwargs or not transposing or transposing[0].op != "aten.t.default" or not _single(editor, task.writes):
         return
     weight = transposing[0].args[0]
     of_bias = editor.meta_of(bias[0]) if bias else None

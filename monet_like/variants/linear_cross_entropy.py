@@ -12,7 +12,7 @@ vocabulary (`logits_gradient`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, product
 from typing import Any
@@ -21,16 +21,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..capture.captured import make_task
 from ..ir.program import Call, Ref, Task
 from . import linear, logits_gradient
+from .calls import HALF, Calls, Total
 from .editor import Editor, cuts, views_of
 from .logits_gradient import Head
 from .patterns import CAST, Operators, record
 
 #: Into how many parts the rows are cut; each is a variant of its own.
 PARTS = (4, 16)
-_HALF = (torch.float16, torch.bfloat16)
+_TURNED = Ref("turned")
 
 
 def head(
@@ -52,27 +52,22 @@ def offer(editor: Editor) -> None:
         if found is None:
             continue
         head, plain = found
-        gradients: dict[str, list[Call]] = {}
+        gradients: dict[str, Sequence[Call]] = {}
         norms = logits_gradient.norms(editor, head)
         for parts, onednn in product(PARTS, (False, True) if _by_onednn(editor, head) else (False,)):
             name = f"linear_cross_entropy.{parts}{'_onednn' if onednn else ''}"
-            calls = list(_forward(editor, head, parts, onednn, norms))
             writes = nll.writes if norms is None else (*nll.writes, norms)
-            editor.add(nll, calls, writes, name, word="conv", runs=nll.runs)
+            editor.add(nll, _forward(editor, head, parts, onednn, norms), writes, name, word="conv", runs=nll.runs)
             if norms is None:  # else by columns, in less time and memory
-                gradients[name] = list(_backward(editor, head, parts, onednn))
+                gradients[name] = _backward(editor, head, parts, onednn)
         gradients |= logits_gradient.ways(editor, head, norms, PARTS)
         if logits_gradient.KEPT in gradients:
             softmax = head.tasks[-2]
-            calls = list(_kept(editor, head, PARTS[-1]))
+            calls = _kept(editor, head, PARTS[-1])
             editor.add(softmax, calls, softmax.writes, logits_gradient.KEPT, word="conv", runs=softmax.runs)
-        others = (
-            make_task(f"{plain.name}.{name}", calls, plain.writes, editor.metas, variant=name, word="conv")
-            for name, calls in gradients.items()
-        )
+        others = (editor.beside(plain, calls, name, word="conv") for name, calls in gradients.items())
         merges.append((head.slots[0], len(head.slots), [plain, *others]))
-    for first, count, ways in sorted(merges, reverse=True, key=lambda merge: merge[0]):
-        editor.merge(first, ways, count)
+    editor.merge_all(merges)
 
 
 def _find(operators: Operators, nll: Task) -> tuple[Head, Task] | None:
@@ -121,34 +116,30 @@ def _by_onednn(editor: Editor, head: Head) -> bool:
     return linear.usable(editor) and logits.dtype == torch.float32 and weight.contiguous
 
 
-def _probabilities(head: Head, part: int, begin: int, end: int, onednn: bool) -> tuple[list[Call], Ref, Ref, Ref]:
-    """The calls that compute the log-probabilities of some rows; their result, these rows of x, and the classes."""
-    x, target = Ref(f"x_{part}"), Ref(f"target_{part}")
-    calls = [
-        Call("aten.slice.Tensor", (head.x, 0, begin, end), (), (x,)),
-        Call("aten.slice.Tensor", (head.target, 0, begin, end), (), (target,)),
-    ]
-    last = x
-    for number, task in enumerate(head.tasks[:-1]):
-        call, made = task.calls[-1], Ref(f"made_{part}_{number}")
-        if number:
-            calls.append(replace(call, args=(last, *call.args[1:]), outs=(made,)))
-        elif onednn:
-            bias = call.args[0] if len(call.args) == 3 else None
-            calls.append(linear.product(x, head.weight, bias, (made,)))
-        else:
-            calls.append(replace(call, args=(*call.args[:-2], x, Ref("turned")), outs=(made,)))
-        last = made
-    return calls, last, x, target
-
-
-def _start(head: Head, onednn: bool) -> Iterator[Call]:
-    yield from head.views
+def _start(head: Head, onednn: bool) -> Calls:
+    """The views that all parts read, and the turned weight."""
+    calls = Calls(head.views)
     if not onednn:
-        yield Call("aten.t.default", (head.weight,), (), (Ref("turned"),))
+        calls.add("aten.t.default", head.weight, out=_TURNED)
+    return calls
 
 
-def _forward(editor: Editor, head: Head, parts: int, onednn: bool, norms: int | None) -> Iterator[Call]:
+def _probabilities(calls: Calls, head: Head, begin: int, end: int, onednn: bool) -> tuple[Ref, Ref, Ref]:
+    """Compute the log-probabilities of some rows; these, the rows of x, and the classes."""
+    x, target = calls.slice(head.x, 0, begin, end), calls.slice(head.target, 0, begin, end)
+    layer, *others = (task.calls[-1] for task in head.tasks[:-1])
+    *bias, _, _ = layer.args
+    if onednn:
+        last = calls.name()
+        calls.append(linear.product(x, head.weight, bias[0] if bias else None, (last,)))
+    else:
+        last = calls.again(layer, *bias, x, _TURNED)
+    for call in others:
+        last = calls.again(call, last, *call.args[1:])
+    return last, x, target
+
+
+def _forward(editor: Editor, head: Head, parts: int, onednn: bool, norms: int | None) -> Calls:
     """The calls that add the losses of all parts, in at least float32, and take the mean if the loss is one.
 
     Args:
@@ -158,92 +149,66 @@ def _forward(editor: Editor, head: Head, parts: int, onednn: bool, norms: int | 
     _, _, classes, reduction, ignored = nll.args
     loss, total = nll.outs
     dtype = editor.metas[head.tasks[-1].writes[0]].dtype
-    wide = (("dtype", torch.float32 if dtype in _HALF else dtype),)
-    yield from _start(head, onednn)
-    sums: list[tuple[Ref, Ref]] = []
-    for part, begin, end in _rows(editor, head, parts):
-        calls, probabilities, _, target = _probabilities(head, part, begin, end, onednn)
-        yield from calls
-        parted = (Ref(f"loss_{part}"), Ref(f"total_{part}"))
-        yield replace(nll, args=(probabilities, target, classes, 2, ignored), outs=parted)
-        sums.append(parted)
+    wide = torch.float32 if dtype in HALF else dtype
+    calls, losses, totals, made_norms = _start(head, onednn), list[Ref](), list[Ref](), list[Ref]()
+    for _, begin, end in _rows(editor, head, parts):
+        probabilities, _, target = _probabilities(calls, head, begin, end, onednn)
+        logits = calls[-1].args[0]
+        losses.append(calls.name())
+        totals.append(calls.name())
+        args = (probabilities, target, classes, 2, ignored)
+        calls.append(replace(nll, args=args, outs=(losses[-1], totals[-1])))
         if norms is not None:  # the first logit of a row less its log-probability
-            first = [Ref(f"first_{part}_{name}") for name in ("logit", "probability")]
-            for column, of in zip(first, (calls[-1].args[0], probabilities), strict=True):
-                yield Call("aten.select.int", (of, 1, 0), (), (column,))
-            yield Call("aten.sub.Tensor", (*first,), (), (Ref(f"norms_{part}"),))
+            first = [calls.add("aten.select.int", of, 1, 0) for of in (logits, probabilities)]
+            made_norms.append(calls.add("aten.sub.Tensor", *first))
     if norms is not None:
-        yield Call("aten.cat.default", ([Ref(f"norms_{part}") for part in range(parts)],), (), (Ref(norms),))
-    for name, refs, out in (("loss", [one for one, _ in sums], loss), ("total", [one for _, one in sums], total)):
-        yield Call("aten.stack.default", (refs,), (), (Ref(f"{name}s"),))
-        yield Call("aten.sum.default", (Ref(f"{name}s"),), wide, (Ref(f"{name}_sum"),))
-        if name == "loss" and reduction == 1:
-            continue
-        yield Call("aten._to_copy.default", (Ref(f"{name}_sum"),), (("dtype", dtype),), (out,))
+        calls.add("aten.cat.default", made_norms, out=Ref(norms))
+    sum_of_losses = calls.add("aten.sum.default", calls.add("aten.stack.default", losses), dtype=wide)
+    if reduction != 1:
+        calls.cast(sum_of_losses, dtype, out=loss)
+    sum_of_totals = calls.add("aten.sum.default", calls.add("aten.stack.default", totals), dtype=wide)
+    calls.cast(sum_of_totals, dtype, out=total)
     if reduction == 1:
-        yield Call("aten.div.Tensor", (Ref("loss_sum"), Ref("total_sum")), (), (Ref("mean"),))
-        yield Call("aten._to_copy.default", (Ref("mean"),), (("dtype", dtype),), (loss,))
+        calls.cast(calls.add("aten.div.Tensor", sum_of_losses, sum_of_totals), dtype, out=loss)
+    return calls
 
 
-def _kept(editor: Editor, head: Head, parts: int) -> Iterator[Call]:
+def _kept(editor: Editor, head: Head, parts: int) -> Calls:
     """The calls that make all log-probabilities, from the logits of each part."""
     (kept,) = head.tasks[-2].writes
-    meta = editor.metas[kept]
-    place = (("dtype", meta.dtype), ("device", meta.device))
-    yield from _start(head, onednn=False)
-    yield Call("aten.empty_strided.default", (meta.shape, meta.stride), place, (Ref(kept),))
-    for part, begin, end in _rows(editor, head, parts):
-        (*calls, softmax), into = _probabilities(head, part, begin, end, onednn=False)[0], Ref(f"kept_{part}")
-        yield from calls
-        yield Call("aten.slice.Tensor", (Ref(kept), 0, begin, end), (), (into,))
-        yield Call("aten._log_softmax.out", softmax.args, (("out", into),), (into,))
+    calls = _start(head, onednn=False)
+    calls.empty(editor.metas[kept], Ref(kept))
+    for _, begin, end in _rows(editor, head, parts):
+        _probabilities(calls, head, begin, end, onednn=False)
+        softmax = calls.pop()
+        calls.into("aten._log_softmax.out", calls.slice(Ref(kept), 0, begin, end), *softmax.args)
+    return calls
 
 
-def _backward(editor: Editor, head: Head, parts: int, onednn: bool) -> Iterator[Call]:
+def _backward(editor: Editor, head: Head, parts: int, onednn: bool) -> Calls:
     """The calls that compute the logits of each part again, their gradient, and the gradients of x, weight and bias."""
     of_loss, of_softmax, *casts = head.backward[: len(head.tasks) - 1]
     grad, _, _, classes, reduction, ignored, total = of_loss.args
     of_x, of_weight, of_bias = head.gradients
     dtype = editor.metas[next(value for value in head.gradients if value is not None)].dtype
-    half = dtype in _HALF
-    yield from _start(head, onednn)
+    calls = _start(head, onednn)
     if of_x is not None:
-        meta = editor.metas[of_x]
-        place = (("dtype", meta.dtype), ("device", meta.device))
-        yield Call("aten.empty_strided.default", (meta.shape, meta.stride), place, (Ref(of_x),))
-    sums = {"weight": of_weight, "bias": of_bias}
-    for part, begin, end in _rows(editor, head, parts):
-        calls, probabilities, x, target = _probabilities(head, part, begin, end, onednn)
-        yield from calls
-        one, two = Ref(f"of_loss_{part}"), Ref(f"of_softmax_{part}")
-        yield replace(of_loss, args=(grad, probabilities, target, classes, reduction, ignored, total), outs=(one,))
-        yield replace(of_softmax, args=(one, probabilities, *of_softmax.args[2:]), outs=(two,))
-        for number, cast in enumerate(casts):
-            two, narrow = Ref(f"narrow_{part}_{number}"), two
-            yield replace(cast, args=(narrow, *cast.args[1:]), outs=(two,))
+        calls.empty(editor.metas[of_x], Ref(of_x))
+    weights, biases = (None if value is None else Total(calls, Ref(value), dtype) for value in (of_weight, of_bias))
+    for _, begin, end in _rows(editor, head, parts):
+        probabilities, x, target = _probabilities(calls, head, begin, end, onednn)
+        made = calls.again(of_loss, grad, probabilities, target, classes, reduction, ignored, total)
+        made = calls.again(of_softmax, made, probabilities, *of_softmax.args[2:])
+        for cast in casts:
+            made = calls.again(cast, made, *cast.args[1:])
         if of_x is not None:
-            rows_of_x = Ref(f"part_{part}")
-            yield Call("aten.slice.Tensor", (Ref(of_x), 0, begin, end), (), (rows_of_x,))
-            yield Call("aten.mm.out", (two, head.weight), (("out", rows_of_x),), (rows_of_x,))
-        for name, value in sums.items():
-            if value is None:
-                continue
-            into = Ref(f"wide_{name}") if half else Ref(value)
-            made = into if not part and not half else Ref(f"{name}_{part}")
-            if name == "weight":
-                rows = Ref(f"rows_{part}")
-                yield Call("aten.t.default", (two,), (), (rows,))
-                if part and not half:
-                    yield Call("aten.addmm.out", (into, rows, x), (("out", into),), (into,))
-                    continue
-                yield Call("aten.mm.default", (rows, x), (), (made,))
-            else:
-                options = (("dtype", torch.float32),) if half else ()
-                yield Call("aten.sum.dim_IntList", (two, [0], True), options, (made,))
-            if part:
-                yield Call("aten.add_.Tensor", (into, made), (), (into,))
-            elif half:
-                yield Call("aten._to_copy.default", (made,), (("dtype", torch.float32),), (into,))
-    for name, value in sums.items():
-        if half and value is not None:
-            yield Call("aten._to_copy.default", (Ref(f"wide_{name}"),), (("dtype", dtype),), (Ref(value),))
+            calls.into("aten.mm.out", calls.slice(Ref(of_x), 0, begin, end), made, head.weight)
+        if weights is not None:
+            weights.add_product(calls.add("aten.t.default", made), x)
+        if biases is not None:
+            wide = {"dtype": torch.float32} if dtype in HALF else {}
+            biases.add(calls.add("aten.sum.dim_IntList", made, [0], True, out=biases.place(), **wide))
+    for sums in (weights, biases):
+        if sums is not None:
+            sums.finish()
+    return calls

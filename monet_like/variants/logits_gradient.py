@@ -10,20 +10,20 @@ kept; or the logits are made again, after a forward by rows that keeps the logar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..ir.program import Call, Ref, Task
+from .calls import HALF, Calls, Total
 from .editor import Editor, like
 
 #: The variant of kept log-probabilities.
 KEPT = "linear_cross_entropy.kept"
 #: Parts of the vocabulary are multiples of this, but for the last: rows of 16 bytes and more are fast.
 _STEP = 64
-_HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -56,50 +56,47 @@ class Head:
 def norms(editor: Editor, head: Head) -> int | None:
     """A new value: the logarithms of the rows' sums of exponentials; None if nothing is made by columns."""
     probabilities = editor.metas[head.tasks[-2].writes[0]]
-    if not _is_plain(editor, head) or head.gradients[1] is None or head.dtype(editor) not in _HALF:
+    if not _is_plain(editor, head) or head.gradients[1] is None or head.dtype(editor) not in HALF:
         return None
     meta = like(probabilities, shape=probabilities.shape[:1])
     return editor.value(f"{head.tasks[-1].name}.norms", "forward", meta)
 
 
-def ways(editor: Editor, head: Head, norms: int | None, parts: Sequence[int]) -> dict[str, list[Call]]:
+def ways(editor: Editor, head: Head, norms: int | None, parts: Sequence[int]) -> dict[str, Calls]:
     """Of each variant, by name, the calls that write all gradients.
 
     Args:
         norms: as the function of this name returns them.
         parts: into how many the vocabulary is cut; the last for log-probabilities that were kept.
     """
-    found: dict[str, list[Call]] = {}
+    found: dict[str, Calls] = {}
     if _is_plain(editor, head):
-        found[KEPT] = list(_by_columns(editor, head, parts[-1], None))
+        found[KEPT] = _by_columns(editor, head, parts[-1], None)
     if norms is not None:
         for count in parts:
-            found[f"linear_cross_entropy.{count}_columns"] = list(_by_columns(editor, head, count, Ref(norms)))
+            found[f"linear_cross_entropy.{count}_columns"] = _by_columns(editor, head, count, Ref(norms))
     return found
 
 
 def _is_plain(editor: Editor, head: Head) -> bool:
     """Whether log-probabilities are in the layer's dtype, or in float32 for 16 bits, and classes have no weights."""
     made, own = editor.metas[head.tasks[-2].writes[0]].dtype, head.dtype(editor)
-    wide = made == torch.float32 if own in _HALF else made == own
+    wide = made == torch.float32 if own in HALF else made == own
     return wide and head.tasks[-1].calls[-1].args[2] is None
 
 
-def _shares(editor: Editor, head: Head) -> Iterator[Call]:
+def _shares(calls: Calls, editor: Editor, head: Head) -> tuple[Ref, Ref]:
     """Of each row its share of the gradient, 0 if it is ignored; shares and classes as columns."""
     grad, _, _, _, reduction, ignored, total = head.backward[0].args
     rows = editor.metas[head.tasks[0].writes[0]].shape[0]
-    share = Ref("share") if reduction == 1 else grad
-    yield from head.views
-    yield from _differs(head.target, ignored, Ref("counted"))
-    if reduction == 1:
-        yield Call("aten.div.Tensor", (grad, total), (), (share,))
-    yield Call("aten.where.ScalarOther", (Ref("counted"), share, 0.0), (), (Ref("shares"),))
-    for name, of in {"row_shares": Ref("shares"), "targets": head.target}.items():
-        yield Call("aten.view.default", (of, [rows, 1]), (), (Ref(name),))
+    counted = _differs(calls, head.target, ignored)
+    share = calls.add("aten.div.Tensor", grad, total) if reduction == 1 else grad
+    shares = calls.add("aten.where.ScalarOther", counted, share, 0.0)
+    row_shares, classes = (calls.add("aten.view.default", of, [rows, 1]) for of in (shares, head.target))
+    return row_shares, classes
 
 
-def _by_columns(editor: Editor, head: Head, parts: int, norms: Ref | None) -> Iterator[Call]:
+def _by_columns(editor: Editor, head: Head, parts: int, norms: Ref | None) -> Calls:
     """The gradients of x, weight and bias from the logits of some of the vocabulary at a time.
 
     Args:
@@ -108,94 +105,73 @@ def _by_columns(editor: Editor, head: Head, parts: int, norms: Ref | None) -> It
     """
     kept = head.tasks[-2].writes[0]
     rows, vocabulary = editor.metas[kept].shape
-    yield from _shares(editor, head)
+    calls = Calls(head.views)
+    shares, classes = _shares(calls, editor, head)
     for value in head.gradients[1:]:
         if value is not None:
-            meta = editor.metas[value]
-            place = (("dtype", meta.dtype), ("device", meta.device))
-            yield Call("aten.empty_strided.default", (meta.shape, meta.stride), place, (Ref(value),))
+            calls.empty(editor.metas[value], Ref(value))
     if norms is not None:
-        yield Call("aten.view.default", (norms, [rows, 1]), (), (Ref("row_norms"),))
-    step = -(-vocabulary // (parts * _STEP)) * _STEP
-    for part, begin in enumerate(range(0, vocabulary, step)):
-        end, made = min(begin + step, vocabulary), Ref(f"made_{part}")
-        weight = Ref(f"weight_{part}")
-        yield Call("aten.slice.Tensor", (head.weight, 0, begin, end), (), (weight,))
+        norms = calls.add("aten.view.default", norms, [rows, 1])
+    of_x = head.gradients[0]
+    total = None if of_x is None else Total(calls, Ref(of_x), head.dtype(editor))
+    step, half = -(-vocabulary // (parts * _STEP)) * _STEP, head.dtype(editor) in HALF
+    for begin in range(0, vocabulary, step):
+        end = min(begin + step, vocabulary)
+        weight = calls.slice(head.weight, 0, begin, end)
         if norms is None:
-            yield Call("aten.slice.Tensor", (Ref(kept), 1, begin, end), (), (Ref(f"kept_{part}"),))
-            yield Call("aten.exp.default", (Ref(f"kept_{part}"),), (), (made,))
+            made = calls.add("aten.exp.default", calls.slice(Ref(kept), 1, begin, end))
         else:
-            yield from _probabilities(head, weight, part, begin, end, made)
-        yield from _less_one(made, part, begin, end)
-        yield Call("aten.mul_.Tensor", (made, Ref("row_shares")), (), (made,))
-        yield from _gradients(editor, head, made, weight, part, begin, end)
-    if head.gradients[0] is not None and head.dtype(editor) in _HALF:
-        narrow = (("dtype", head.dtype(editor)),)
-        yield Call("aten._to_copy.default", (Ref("wide_x"),), narrow, (Ref(head.gradients[0]),))
+            made = _probabilities(calls, head, weight, norms, begin, end)
+        _less_one(calls, made, classes, begin, end)
+        calls.add("aten.mul_.Tensor", made, shares, out=made)
+        made = calls.cast(made, head.dtype(editor)) if half else made
+        _of_classes(calls, head, made, begin, end, {"dtype": torch.float32} if half else {})
+        if total is not None:
+            total.add_product(made, weight)
+    if total is not None:
+        total.finish()
+    return calls
 
 
-def _probabilities(head: Head, weight: Ref, part: int, begin: int, end: int, made: Ref) -> Iterator[Call]:
-    """Those of some classes, from the layer's input."""
-    turned, logits = Ref(f"turned_{part}"), Ref(f"logits_{part}")
+def _probabilities(calls: Calls, head: Head, weight: Ref, norms: Ref, begin: int, end: int) -> Ref:
+    """Those of some classes, from the layer's input and the classes' rows of its weight."""
     *bias, _, _ = head.tasks[0].calls[-1].args
-    yield Call("aten.t.default", (weight,), (), (turned,))
-    if bias:
-        yield Call("aten.slice.Tensor", (bias[0], 0, begin, end), (), (Ref(f"bias_{part}"),))
-    operands = (*[Ref(f"bias_{part}")] * len(bias), head.x, turned)
-    yield Call(f"aten.{'addmm' if bias else 'mm'}.default", operands, (), (logits,))
-    yield Call("aten._to_copy.default", (logits,), (("dtype", torch.float32),), (made,))
-    yield Call("aten.sub_.Tensor", (made, Ref("row_norms")), (), (made,))
-    yield Call("aten.exp_.default", (made,), (), (made,))
+    turned = calls.add("aten.t.default", weight)
+    mine = [calls.slice(each, 0, begin, end) for each in bias]
+    logits = calls.add(f"aten.{'addmm' if bias else 'mm'}.default", *mine, head.x, turned)
+    made = calls.cast(logits, torch.float32)
+    calls.add("aten.sub_.Tensor", made, norms, out=made)
+    return calls.add("aten.exp_.default", made, out=made)
 
 
-def _gradients(editor: Editor, head: Head, made: Ref, weight: Ref, part: int, begin: int, end: int) -> Iterator[Call]:
-    """What some columns of the logits' gradient ``made`` give to x, and their rows of weight and bias."""
-    of_x, of_weight, of_bias = head.gradients
-    half, grads = head.dtype(editor) in _HALF, made
-    wide = (("dtype", torch.float32),) if half else ()
-    if half:
-        grads = Ref(f"narrow_{part}")
-        yield Call("aten._to_copy.default", (made,), (("dtype", head.dtype(editor)),), (grads,))
+def _of_classes(calls: Calls, head: Head, made: Ref, begin: int, end: int, wide: dict[str, Any]) -> None:
+    """Write the rows of weight and bias that some columns of the logits' gradient ``made`` give.
+
+    Args:
+        wide: the dtype in which sums are taken, if it is another one.
+    """
+    _, of_weight, of_bias = head.gradients
     if of_weight is not None:
-        turned, mine = Ref(f"by_class_{part}"), Ref(f"of_weight_{part}")
-        yield Call("aten.t.default", (grads,), (), (turned,))
-        yield Call("aten.slice.Tensor", (Ref(of_weight), 0, begin, end), (), (mine,))
-        yield Call("aten.mm.out", (turned, head.x), (("out", mine),), (mine,))
+        turned = calls.add("aten.t.default", made)
+        calls.into("aten.mm.out", calls.slice(Ref(of_weight), 0, begin, end), turned, head.x)
     if of_bias is not None:
-        summed, mine = Ref(f"summed_{part}"), Ref(f"of_bias_{part}")
-        yield Call("aten.sum.dim_IntList", (grads, [0]), wide, (summed,))
-        yield Call("aten.slice.Tensor", (Ref(of_bias), -1, begin, end), (), (mine,))
-        yield Call("aten.copy_.default", (mine, summed), (), (mine,))
-    if of_x is None:
-        return
-    total, mine = Ref("wide_x") if half else Ref(of_x), Ref(f"of_x_{part}")
-    if part and not half:
-        yield Call("aten.addmm.out", (total, grads, weight), (("out", total),), (total,))
-        return
-    yield Call("aten.mm.default", (grads, weight), (), (mine if half else total,))
-    if part:
-        yield Call("aten.add_.Tensor", (total, mine), (), (total,))
-    elif half:
-        yield Call("aten._to_copy.default", (mine,), wide, (total,))
+        summed = calls.add("aten.sum.dim_IntList", made, [0], **wide)
+        calls.put(summed, calls.slice(Ref(of_bias), -1, begin, end))
 
 
-def _less_one(made: Ref, part: int, begin: int, end: int) -> Iterator[Call]:
+def _less_one(calls: Calls, made: Ref, classes: Ref, begin: int, end: int) -> None:
     """Subtract 1 where a row's class is, if that is from ``begin`` to ``end``."""
-    names = ("place", "clamped", "outside", "least", "was", "is")
-    place, clamped, outside, least, was, now = (Ref(f"{name}_{part}") for name in names)
-    yield Call("aten.sub.Scalar", (Ref("targets"), begin), (), (place,))
-    yield Call("aten.clamp.default", (place, 0, end - begin - 1), (), (clamped,))
-    yield from _differs(place, clamped, outside)
-    yield Call("aten.gather.default", (made, 1, clamped), (), (was,))
-    yield Call("aten.sub.Scalar", (was, 1), (), (least,))
-    yield Call("aten.where.self", (outside, was, least), (), (now,))
-    yield Call("aten.scatter_.src", (made, 1, clamped, now), (), (made,))
+    place = calls.add("aten.sub.Scalar", classes, begin)
+    clamped = calls.add("aten.clamp.default", place, 0, end - begin - 1)
+    outside = _differs(calls, place, clamped)
+    was = calls.add("aten.gather.default", made, 1, clamped)
+    least = calls.add("aten.sub.Scalar", was, 1)
+    now = calls.add("aten.where.self", outside, was, least)
+    calls.add("aten.scatter_.src", made, 1, clamped, now, out=made)
 
 
-def _differs(one: Ref, other: Any, made: Ref) -> Iterator[Call]:
+def _differs(calls: Calls, one: Ref, other: Any) -> Ref:
     """Whether integers differ. Operators that ask for equality are kept for floats (`bitwise_where_compared`)."""
     kind = "Tensor" if isinstance(other, Ref) else "Scalar"
-    above, below = Ref(f"above_{made.name}"), Ref(f"below_{made.name}")
-    yield Call(f"aten.gt.{kind}", (one, other), (), (above,))
-    yield Call(f"aten.lt.{kind}", (one, other), (), (below,))
-    yield Call("aten.bitwise_or.Tensor", (above, below), (), (made,))
+    above, below = (calls.add(f"aten.{name}.{kind}", one, other) for name in ("gt", "lt"))
+    return calls.add("aten.bitwise_or.Tensor", above, below)

@@ -50,11 +50,6 @@ def _add(editor: Editor, maker: Task, pack: Call, restore: Call, word: str) -> N
 
 def _cached(editor: Editor, *dtypes: torch.dtype) -> Iterator[tuple[int, Task]]:
     """The values that slots read and that may be inexact there, each with PyTorch's own task that makes it."""
-    read = {value for ways in editor.slots for way in ways for value in way.reads}
-    for value in sorted(read):
-        maker = editor.maker(value)
-        if maker is None or maker.writes[0] != value or any("bernoulli" in call.op for call in maker.calls):
-            continue
-        free = value not in editor.captured.program.outputs and not editor.of_parameters(value)
-        if free and editor.metas[value].dtype in dtypes and editor.dense(value):
+    for value, maker in editor.read_later():
+        if editor.metas[value].dtype in dtypes and not any("bernoulli" in call.op for call in maker.calls):
             yield value, maker

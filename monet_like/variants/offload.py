@@ -62,10 +62,6 @@ def offer(editor: Editor) -> None:
 
 def _read_later(editor: Editor) -> Iterator[tuple[int, Task]]:
     """The values that slots read and that are large enough to copy, each with PyTorch's own task that makes it."""
-    for value in sorted({value for ways in editor.slots for way in ways for value in way.reads}):
-        maker = editor.maker(value)
-        if maker is None or maker.writes[0] != value or maker.runs == "again":
-            continue
-        free = value not in editor.captured.program.outputs and not editor.of_parameters(value)
-        if free and editor.values[value].bytes >= LEAST_BYTES and editor.dense(value):
+    for value, maker in editor.read_later():
+        if maker.runs != "again" and editor.values[value].bytes >= LEAST_BYTES:
             yield value, maker

@@ -10,19 +10,16 @@ with zeros before the product, and its result is copied without the padding. Ind
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 import torch
 
 from ..capture.captured import TensorMeta, make_task
 from ..ir.program import Call, Ref, Task
+from .calls import HALF, Calls
 from .editor import Editor
 
 #: Elements of 16 bits in 16 bytes.
 STEP = 8
 _PRODUCTS = frozenset({"aten.mm.default", "aten.addmm.default", "aten.mm.out"})
-_HALF = (torch.float16, torch.bfloat16)
 
 
 def offer(editor: Editor) -> None:
@@ -41,8 +38,8 @@ def _padded(editor: Editor, task: Task) -> Task | None:
     if task.overwrites is not None or task.word not in ("", "conv") or not _may_have_some(editor, task):
         return None
     padding = _Padding(editor, task)
-    for number, call in enumerate(task.calls):
-        if call.op not in _PRODUCTS or not padding.product(number, call):
+    for call in task.calls:
+        if call.op not in _PRODUCTS or not padding.product(call):
             padding.calls.append(call)
     if not padding.found:
         return None
@@ -53,7 +50,7 @@ def _padded(editor: Editor, task: Task) -> Task | None:
 
 def _may_have_some(editor: Editor, task: Task) -> bool:
     metas = [editor.metas[value] for value in (*task.reads, *task.writes)]
-    odd = any(meta.dtype in _HALF and any(extent % STEP for extent in meta.shape) for meta in metas)
+    odd = any(meta.dtype in HALF and any(extent % STEP for extent in meta.shape) for meta in metas)
     return odd and any(call.op in _PRODUCTS for call in task.calls)
 
 
@@ -66,21 +63,21 @@ class _Padding:
     """
 
     def __init__(self, editor: Editor, task: Task) -> None:
-        self.calls: list[Call] = []
+        self.calls = Calls(prefix="padded")  # the task may have temporaries of other variants
         self.found = False
         self._editor, self._task = editor, task
         self._made = editor.results(task.calls)
         #: Padded operands that the task does not make, by what is padded and by how much.
         self._known: dict[tuple[Ref, tuple[int, int]], Ref] = {}
 
-    def product(self, number: int, call: Call) -> bool:
+    def product(self, call: Call) -> bool:
         """Write a product [M, K] x [K, N] with padding; False if its rows are even or it cannot be padded."""
         *bias, left, right = call.args
         (out,) = call.outs
         assert out is not None
         sides = ((left, "MK"), (right, "KN"), (out, "MN"))
         leading = [_leading(self._meta(ref), dims) for ref, dims in sides]
-        if None in leading or any(self._meta(ref).dtype not in _HALF for ref, _ in sides):
+        if None in leading or any(self._meta(ref).dtype not in HALF for ref, _ in sides):
             return False
         extents = dict(zip("MKN", (*self._meta(left).shape, self._meta(right).shape[1]), strict=True))
         pads = {dim: -extents[dim] % STEP if dim in leading else 0 for dim in "MKN"}
@@ -90,29 +87,27 @@ class _Padding:
         if bias and (len(self._meta(bias[0]).shape) != 1 or pads["M"]):
             return False
         self.found = True
-        operands = [self._operand(ref, (pads[dims[0]], pads[dims[1]]), number) for ref, dims in sides[:2]]
+        operands = [self._operand(ref, (pads[dims[0]], pads[dims[1]])) for ref, dims in sides[:2]]
         if bias and pads["N"]:
-            bias = [self._call("constant_pad_nd", f"bias_{number}", bias[0], [0, pads["N"]])]
-        made = Ref(f"padded_{number}") if cut else out
-        self.calls.append(replace(call, args=(*bias, *operands), outs=(made,)))
+            bias = [self.calls.add("aten.constant_pad_nd.default", bias[0], [0, pads["N"]])]
+        made = self.calls.again(call, *bias, *operands, out=None if cut else out)
         for place, dim in cut:
-            made = self._call("slice", f"without_{dim}_{number}", made, place, 0, extents[dim], overload="Tensor")
+            made = self.calls.slice(made, place, 0, extents[dim])
         if cut:
-            whole = (("memory_format", torch.contiguous_format),)
-            self.calls.append(Call("aten.clone.default", (made,), whole, (out,)))
+            self.calls.add("aten.clone.default", made, out=out, memory_format=torch.contiguous_format)
         return True
 
-    def _operand(self, ref: Ref, pads: tuple[int, int], number: int) -> Ref:
+    def _operand(self, ref: Ref, pads: tuple[int, int]) -> Ref:
         """A matrix with rows and columns of zeros behind its own, laid out as it is."""
         if not any(pads):
             return ref
         if (ref, pads) in self._known:
             return self._known[ref, pads]
-        turned, (rows, columns), name = self._meta(ref).stride[1] != 1, pads, f"{ref.name}_{number}"
-        made = self._call("t", f"base_{name}", ref) if turned else ref
+        turned, (rows, columns) = self._meta(ref).stride[1] != 1, pads
         zeros = [0, rows, 0, columns] if turned else [0, columns, 0, rows]
-        made = self._call("constant_pad_nd", f"padded_{name}", made, zeros)
-        made = self._call("t", f"turned_{name}", made) if turned else made
+        made = self.calls.add("aten.t.default", ref) if turned else ref
+        made = self.calls.add("aten.constant_pad_nd.default", made, zeros)
+        made = self.calls.add("aten.t.default", made) if turned else made
         if self._is_given(ref):
             self._known[ref, pads] = made
         return made
@@ -128,10 +123,6 @@ class _Padding:
 
     def _meta(self, ref: Ref) -> TensorMeta:
         return self._editor.meta_of(ref) or self._made[ref]
-
-    def _call(self, name: str, made: str, *args: Any, overload: str = "default") -> Ref:
-        self.calls.append(Call(f"aten.{name}.{overload}", args, (), (Ref(made),)))
-        return Ref(made)
 
 
 def _leading(meta: TensorMeta, dims: str) -> str | None:

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..ir.program import Ref, Task
 from ..runtime.operators import overload
 from .editor import Editor
+from .rows import name_of
 
 #: Stands for any float among the options of a recorded function; a match has its value under this name.
 ANY = 0.7390851332151607
@@ -144,7 +145,7 @@ class _Recorder(TorchDispatchMode):
         seen = [Seen(self.value(a), tuple(a.shape), a.dtype) if isinstance(a, torch.Tensor) else a for a in args]
         first = len(self.operators) * 10
         outs = tuple(self.note(part, first + number) for number, part in enumerate(several))
-        self.operators.append(Operator(_name(op), _arguments(op, seen, kwargs or {}), outs))
+        self.operators.append(Operator(name_of(op), _arguments(op, seen, kwargs or {}), outs))
         return made
 
 
@@ -201,14 +202,9 @@ def root_of_view(value: Any) -> Any:
     return root_of_view(value[0]) if isinstance(value, tuple) else value
 
 
-def _name(op: str) -> str:
-    name = op.split(".")[1]
-    return name.removesuffix("_") or name
-
-
 def _arguments(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     """Arguments in one form: dimensions from the first, casts of any shape with their dtype alone."""
-    if _name(op) == CAST:
+    if name_of(op) == CAST:
         return (replace(args[0], shape=()), kwargs.get("dtype"))
     rank = len(args[0].shape) if args and isinstance(args[0], Seen) else 0
     plain = (sorted(d % rank for d in a) if rank and _is_dimensions(a) else a for a in args)
@@ -272,7 +268,7 @@ class Operators:
                 known[out] = _through(source.value, view.op, view.args[1:], number), part
         outs = tuple(None if out is None else out.name for out in call.outs)
         args = _arguments(call.op, [operand(arg) for arg in call.args], dict(call.kwargs))
-        return Operator(_name(call.op), args, outs, task, slot)
+        return Operator(name_of(call.op), args, outs, task, slot)
 
     def before(self, task: Task, *ops: str) -> list[Operator]:
         """The operators that make the first operand of a task, the first operand of that one, and so on; none if others

@@ -12,6 +12,7 @@ import torch
 
 from ..ir.program import Call, Ref, Task
 from ..ops.max_pool import pair
+from .calls import Calls
 from .editor import Editor, like
 
 
@@ -23,19 +24,15 @@ def offer(editor: Editor) -> None:
 
 
 def _shape_only(editor: Editor, op: str, position: int) -> None:
-    """Add a way with one expanded element for the pool's input, of which PyTorch's gradient reads only the shape."""
+    """Add a way with one expanded number for the pool's input, of which PyTorch's gradient reads only the shape."""
     for slot, way, call in list(editor.find_slots(op)):
         source = call.args[position]
         if not editor.is_own(source) or not editor.metas[source.name].contiguous:
             continue
-        meta = editor.metas[source.name]
-        one = Call("aten.empty.memory_format", ((1,),), (("dtype", meta.dtype), ("device", meta.device)), (Ref("one"),))
-        shape = Call("aten.expand.default", (Ref("one"), meta.shape), (), (Ref("shape"),))
-        args = list(call.args)
-        args[position] = Ref("shape")
-        editor.add_way(
-            slot, (*way.calls[:-1], one, shape, Call(op, tuple(args), call.kwargs, call.outs)), "pool.shape_only"
-        )
+        calls = Calls(way.calls[:-1])
+        one = calls.one_number(editor.metas[source.name])
+        calls.append(replace(call, args=tuple(one if arg == source else arg for arg in call.args)))
+        editor.add_way(slot, calls, "pool.shape_only")
 
 
 def _offsets(editor: Editor) -> None:
@@ -53,23 +50,14 @@ def _offsets(editor: Editor) -> None:
         if math.prod(kernel) > 256 or len(editor.metas[out].shape) != 4:
             continue
         offsets = editor.value(f"{task.name}.offsets", "forward", like(editor.metas[out], dtype=torch.uint8))
-        pool = Call(
-            "monet_like.max_pool2d_with_offsets.default",
-            (source, kernel, stride, padding, dilation, ceil_mode),
-            (),
-            (Ref(out), Ref(offsets)),
-            True,
-        )
+        window, results = (kernel, stride, padding, dilation), (Ref(out), Ref(offsets))
+        pool = Call("monet_like.max_pool2d_with_offsets.default", (source, *window, ceil_mode), (), results, True)
         editor.add(task, (pool,), (out, offsets), "pool.offsets", word="newnode")
         size = editor.metas[source.name].shape if isinstance(source.name, int) else None
         if size is None:
             continue
-        unpack = Call(
-            "monet_like.max_pool2d_offsets_backward.default",
-            (grad, Ref(offsets), size, kernel, stride, padding, dilation),
-            (),
-            call.outs,
-        )
+        args = (grad, Ref(offsets), size, *window)
+        unpack = Call("monet_like.max_pool2d_offsets_backward.default", args, (), call.outs)
         editor.add_way(slot, (*way.calls[:-1], unpack), "pool.offsets", word="newnode")
         if math.prod(kernel) <= 16:
             _half_bytes(editor, task, slot, offsets, unpack, way.calls[:-1])

@@ -7,10 +7,8 @@ numbers themselves.
 
 from __future__ import annotations
 
-import torch
-
 from ..ir.program import Call, Ref
-from .editor import Editor, like
+from .editor import Editor
 
 #: ATen's 1 / 6, a float32 whatever the dtype.
 _SIXTH = 0.1666666716337204
@@ -27,18 +25,12 @@ def offer(editor: Editor) -> None:
         source = forward.args[0]
         views = way.calls[:-1]
         if editor.is_own(source):
-            editor.add_way(
-                slot, (*views, Call(call.op, (grad, source, 0), (), call.outs)), "relu.from_input", word="multiway"
-            )
+            from_input = Call(call.op, (grad, source, 0), (), call.outs)
+            editor.add_way(slot, (*views, from_input), "relu.from_input", word="multiway")
         if editor.dense(out.name):
-            mask = _mask(editor, task.name, out.name)
-            editor.add(
-                task,
-                (Call("monet_like.pack_sign.default", (out,), (), (Ref(mask),)),),
-                (mask,),
-                "relu.pack",
-                word="newnode",
-            )
+            mask = editor.bits(task.name, out.name)
+            pack = Call("monet_like.pack_sign.default", (out,), (), (Ref(mask),))
+            editor.add(task, (pack,), (mask,), "relu.pack", word="newnode")
             stride = editor.metas[out.name].stride
             unpack = Call("monet_like.keep_where.default", (grad, Ref(mask), stride), (), call.outs)
             editor.add_way(slot, (*views, unpack), "relu.packed", word="newnode")
@@ -62,7 +54,7 @@ def _hardtanh(editor: Editor) -> None:
         from_output = Call(call.op, (grad, out, low, high), (), call.outs)
         editor.add_way(slot, (*views, from_output), "hardtanh.from_output", word="multiway")
         if editor.dense(out.name):
-            mask = _mask(editor, task.name, out.name)
+            mask = editor.bits(task.name, out.name)
             pack = Call("monet_like.pack_range.default", (out, float(low), float(high)), (), (Ref(mask),))
             editor.add(task, (pack,), (mask,), "hardtanh.pack", word="newnode")
             stride = editor.metas[out.name].stride
@@ -83,7 +75,7 @@ def _leaky_relu(editor: Editor) -> None:
         from_output = Call(call.op, (grad, out, slope, True), (), call.outs)
         editor.add_way(slot, (*views, from_output), "leaky_relu.from_output", word="multiway")
         if editor.dense(out.name):
-            mask = _mask(editor, task.name, out.name)
+            mask = editor.bits(task.name, out.name)
             pack = Call("monet_like.pack_sign.default", (out,), (), (Ref(mask),))
             editor.add(task, (pack,), (mask,), "leaky_relu.pack", word="newnode")
             scaled = (grad, Ref(mask), 1.0, editor.metas[out.name].stride, float(slope))
@@ -98,16 +90,10 @@ def _hardsigmoid(editor: Editor) -> None:
         grad, source = call.args
         if source not in made or not editor.is_own(source) or not editor.dense(source.name):
             continue
-        mask = _mask(editor, made[source].name, source.name)
+        mask = editor.bits(made[source].name, source.name)
         pack = Call("monet_like.pack_range.default", (source, -3.0, 3.0), (), (Ref(mask),))
         editor.add(made[source], (pack,), (mask,), "hardsigmoid.pack", word="newnode")
         kept = (grad, Ref(mask), editor.metas[source.name].stride)
         unpack = Call("monet_like.keep_where.default", kept, (), call.outs)
         scale = Call("aten.mul_.Tensor", (call.outs[0], _SIXTH), (), call.outs)
         editor.add_way(slot, (*way.calls[:-1], unpack, scale), "hardsigmoid.packed", word="newnode")
-
-
-def _mask(editor: Editor, name: str, value: int) -> int:
-    meta = editor.metas[value]
-    elements = meta.storage_bytes // meta.dtype.itemsize
-    return editor.value(f"{name}.bits", "forward", like(meta, dtype=torch.uint8, shape=(-(-elements // 8),)))

@@ -18,13 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..capture.captured import make_task
 from ..ir.program import Call, Ref, Task
+from .calls import HALF
 from .editor import Editor, views_of
 from .patterns import ANY, CAST, Input, Match, Operators, record, root_of_view
 
 VARIANT = "rms_norm"
-_HALF = (torch.float16, torch.bfloat16)
 #: Dtypes of weights and results, the narrowest first.
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -45,7 +44,7 @@ def norm(
     reader of ``x``, whose gradient is added.
     """
     earlier = x.view_as(x) if reader == "earlier" else None
-    wide = x.float() if x.dtype in _HALF else x
+    wide = x.float() if x.dtype in HALF else x
     y = wide * torch.rsqrt(wide.pow(2).mean(tuple(range(-dims, 0)), keepdim=True) + eps)
     y = y.to(x.dtype) if rounded else y
     y = y if weight is None else y * weight
@@ -66,8 +65,7 @@ def offer(editor: Editor) -> None:
                 _add(editor, root, found, **options)
                 merges += _merged(operators, root, inputs, options)
                 break
-    for first, count, ways in sorted(merges, reverse=True, key=lambda merge: merge[0]):
-        editor.merge(first, ways, count)
+    editor.merge_all(merges)
 
 
 def _forms(operators: Operators, root: Task) -> Iterator[tuple[tuple[Input, ...], dict[str, Any]]]:
@@ -78,7 +76,7 @@ def _forms(operators: Operators, root: Task) -> Iterator[tuple[tuple[Input, ...]
     (x, _), dims = chain[2].args, len(chain[1].args[1])
     cast = operators.maker(x.value, CAST)
     narrow = wide = x.dtype
-    if cast is not None and cast.args[0].dtype in _HALF:
+    if cast is not None and cast.args[0].dtype in HALF:
         narrow = cast.args[0].dtype
     for weight in (*_FLOATS, None):
         for rounded in (True, False) if weight is not None and narrow != wide else (False,):
@@ -131,7 +129,6 @@ def _merged(
         calls = [*dict.fromkeys(views), Call("monet_like.rms_norm_backward.default", operands, (), made, True)]
         for value, ref in zip(results, made, strict=False):
             calls.append(Call("aten.view.default", (ref, metas[value].shape), (), (Ref(value),)))
-        name = f"{VARIANT}.backward"
-        fused = make_task(f"{plain.name}.{name}", calls, results, metas, variant=name, word="conv")
+        fused = operators.editor.beside(plain, calls, f"{VARIANT}.backward", word="conv")
         return [(slots[0], len(slots), (plain, fused))]
     return []

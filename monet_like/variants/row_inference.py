@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -67,12 +68,11 @@ class RowsOfResults:
         """Note the rows of a call's results; the call with the operands that come from outside pinned to rows."""
         if call.op != "operator.getitem" and not call.op.startswith("aten."):
             raise NotByRows
-        function: Any = overload(call.op) if call.op.startswith("aten.") else lambda several, k: several[k]
         given = (call.args, dict(call.kwargs))
         args, kwargs = tree_map(lambda arg: self.meta(arg) if isinstance(arg, Ref) else arg, given)
         if "device" in kwargs:
             kwargs["device"] = "meta"
-        made = function(*args, **{k: v for k, v in kwargs.items() if k != "pin_memory"})
+        made = _function(call.op)(*args, **{k: v for k, v in kwargs.items() if k != "pin_memory"})
         several = made if call.unpack else (made,)
         for out, tensor in zip(call.outs, several, strict=True):
             if out is not None:
@@ -93,24 +93,21 @@ class RowsOfResults:
         if by.is_view(call.op):
             if call.args[0] not in self.rows:
                 return call, [None]
-            function: Any = overload(call.op) if name != "getitem" else lambda several, k: several[k]
             rows = self.rows[call.args[0]]
             if call.op == "aten.view.default":  # of a value, whose rows may be a part of a larger tensor's
                 rows = by.compressed(rows).contiguous().expand(rows.shape)
             try:
-                return call, [function(rows, *call.args[1:], **dict(call.kwargs))]
+                return call, [_function(call.op)(rows, *call.args[1:], **dict(call.kwargs))]
             except RuntimeError:
                 raise NotByRows from None
         if name in by.FACTORIES:
             return call, [hint]
         if name in by.PRODUCTS:
             return self._product(call, task, hint)
-        if not known and hint is None:
-            if any(arg in self.sums for arg in refs(call)):
-                return self._sum_chain(call), [None]
-            return call, [None]
         if any(arg in self.sums for arg in refs(call)):
             return self._sum_chain(call), [None]
+        if not known and hint is None:
+            return call, [None]
         if name == "nll_loss_forward" and call.args[3] == 0 and known:
             line = self.rows[call.args[0]].select(1, 0)
             return self._pinned(call, {1: line}), [line, None]
@@ -264,11 +261,8 @@ class RowsOfResults:
         if not all(part in self.rows for part in parts):
             raise NotByRows
         several = [self.rows[part] for part in parts]
-        inner = tuple(s for d, s in enumerate(shape) if d != dim) if name == "stack" else None
-        first = max(map(by.depth, several))
-        if dim < max(first, 1):
-            pieces = [r.expand(inner) if inner is not None else r for r in map(by.compressed, several)]
-            small = [p if inner is None else by.compressed(p) for p in pieces]
+        if dim < max(1, *map(by.depth, several)):
+            small = [*map(by.compressed, several)]
             made = torch.stack(small, dim) if name == "stack" else torch.cat(small, dim)
             return call, [made.expand(shape)]
         core = [(r.unsqueeze(dim) if name == "stack" else r.narrow(dim, 0, 1)) for r in several]
@@ -316,6 +310,10 @@ class RowsOfResults:
             for dim in sorted(inside, reverse=True):
                 rows = rows.squeeze(dim)
         return call, [rows] * len(call.outs)
+
+
+def _function(op: str) -> Any:
+    return operator.getitem if op == "operator.getitem" else overload(op)
 
 
 def _is_turned(rows: Tensor) -> bool:

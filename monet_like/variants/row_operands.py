@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..ir.program import Call, Ref, Task, refs
+from ..ir.program import Ref, Task, refs
 from . import rows as by
-from .editor import Editor, renamed
+from .calls import Calls
+from .editor import Editor, renamed, with_names
 from .row_regions import Region
 from .rows import NotByRows
 
@@ -58,29 +59,17 @@ class Operands:
     editor: Editor
     head: Head
     parts: int
-    calls: list[Call] = field(default_factory=list)
+    calls: Calls = field(default_factory=Calls)
     known: dict[Any, Ref] = field(default_factory=dict)
     flats: dict[Ref, tuple[Ref, Tensor, tuple[int, ...]]] = field(default_factory=dict)
     tile: dict[Ref, Ref] = field(default_factory=dict)
     bounds: tuple[int, int] = (0, 0)
-    number: int = 0
     hurried: int | None = None
 
     @property
     def region(self) -> Region:
         """The region."""
         return self.head.region
-
-    # Calls and names
-
-    def _name(self) -> Ref:
-        self.number += 1
-        return Ref(f"made_{self.number}")
-
-    def _call(self, op: str, args: tuple[Any, ...], kwargs: Any = (), out: Ref | None = None) -> Ref:
-        out = out or self._name()
-        self.calls.append(Call(op, args, tuple(kwargs), (out,)))
-        return out
 
     def _result(self, value: int) -> Ref:
         """A value that the task writes; a temporary in the place of one that only its own calls read."""
@@ -95,13 +84,11 @@ class Operands:
             for call in way.calls:
                 for ref in (*refs(call), *filter(None, call.outs)):
                     if ref not in names:
-                        names[ref] = self.known.get(ref, ref) if isinstance(ref.name, int) else self._name()
-                self.calls.append(replace(call, args=renamed(call.args, names), outs=renamed(call.outs, names)))
+                        names[ref] = self.known.get(ref, ref) if isinstance(ref.name, int) else self.calls.name()
+                self.calls.append(with_names(call, names))
 
     def _start(self, begin: int, end: int) -> None:
         self.tile, self.bounds = {}, (begin, end)
-
-    # Operands
 
     def _outside(self, key: Ref) -> Ref:
         """An operand that is the same for all parts."""
@@ -119,8 +106,8 @@ class Operands:
                 for ref in refs(call):
                     if ref not in names:
                         names[ref] = self._outside(ref) if isinstance(ref.name, int) else ref
-                names.update((out, self._name()) for out in call.outs if out is not None)
-                self.calls.append(replace(call, args=renamed(call.args, names), outs=renamed(call.outs, names)))
+                names.update((out, self.calls.name()) for out in call.outs if out is not None)
+                self.calls.append(with_names(call, names))
             self.known.update((out, names[out]) for out in map(Ref, task.writes) if out in names)
             return self.known[key]
         if key not in self.known:
@@ -130,7 +117,7 @@ class Operands:
             args = renamed(call.args, {ref: self._outside(ref) for ref in refs(call)})
             same = (call.op, repr(args), call.kwargs)
             if same not in self.known:
-                self.known[same] = self._call(call.op, args, call.kwargs)
+                self.known[same] = self.calls.add(call.op, *args, **dict(call.kwargs))
             self.known[key] = self.known[same]
         return self.known[key]
 
@@ -145,7 +132,7 @@ class Operands:
             inner = tuple(meta.shape[first:])
             for dim in range(first, meta.ndim):
                 if not meta.stride(dim) and meta.shape[dim] > 1:
-                    source, meta = self._call("aten.slice.Tensor", (source, dim, 0, 1)), meta.narrow(dim, 0, 1)
+                    source, meta = self.calls.slice(source, dim, 0, 1), meta.narrow(dim, 0, 1)
             source = self._reshaped(source, meta, (len(numbers), *meta.shape[first:]))
             small = torch.empty((len(numbers), *meta.shape[first:]), device="meta")
             picked = torch.isin(numbers, self.head.domain)
@@ -160,30 +147,30 @@ class Operands:
         try:
             meta.view(shape)
         except RuntimeError:
-            source = self._call("aten.clone.default", (source,), (("memory_format", torch.contiguous_format),))
-        return self._call("aten.view.default", (source, list(shape)))
+            source = self._in_rows(source)
+        return self.calls.add("aten.view.default", source, list(shape))
+
+    def _in_rows(self, source: Ref) -> Ref:
+        return self.calls.add("aten.clone.default", source, memory_format=torch.contiguous_format)
 
     def _picked(self, source: Ref, meta: Tensor, runs: tuple[int, int, int, int]) -> Ref:
         """The rows of the domain alone."""
         view, _ = self._run_view(source, meta, runs)
-        whole = (runs[0] * runs[3], *meta.shape[1:])
         if runs[0] == 1:
             return view
-        view = self._call("aten.clone.default", (view,), (("memory_format", torch.contiguous_format),))
-        return self._call("aten.view.default", (view, list(whole)))
+        return self.calls.add("aten.view.default", self._in_rows(view), [runs[0] * runs[3], *meta.shape[1:]])
 
     def _run_view(self, source: Ref, meta: Tensor, runs: tuple[int, int, int, int]) -> tuple[Ref, tuple[int, ...]]:
         """The runs of rows of the domain: their number, distance, first row and length."""
         count, distance, begin, length = runs
         if count == 1:
-            return self._call("aten.slice.Tensor", (source, 0, begin, begin + length)), (length, *meta.shape[1:])
+            return self.calls.slice(source, 0, begin, begin + length), (length, *meta.shape[1:])
         base, rest = begin - begin % distance, begin % distance
         if rest + length > distance or base + count * distance > meta.shape[0]:
             raise NotByRows
-        part = self._call("aten.slice.Tensor", (source, 0, base, base + count * distance))
-        split = (count, distance, *meta.shape[1:])
-        part = self._call("aten.view.default", (part, list(split)))
-        return self._call("aten.slice.Tensor", (part, 1, rest, rest + length)), (count, length, *meta.shape[1:])
+        part = self.calls.slice(source, 0, base, base + count * distance)
+        part = self.calls.add("aten.view.default", part, [count, distance, *meta.shape[1:]])
+        return self.calls.slice(part, 1, rest, rest + length), (count, length, *meta.shape[1:])
 
     def _between(self, numbers: Tensor) -> tuple[int, int]:
         """Which of ascending row numbers are this part's."""
@@ -207,11 +194,11 @@ class Operands:
             return self._outside(key)
         source, numbers, inner = self._flat(key)
         low, high = self._between(numbers)
-        made = self._call("aten.slice.Tensor", (source, 0, low, high))
+        made = self.calls.slice(source, 0, low, high)
         meta = self.region.meta(key)
         first = meta.ndim - len(inner)
         if any(not meta.stride(d) and meta.shape[d] > 1 for d in range(first, meta.ndim)):
-            made = self._call("aten.expand.default", (made, [high - low, *inner]))
+            made = self.calls.add("aten.expand.default", made, [high - low, *inner])
         self.tile[key] = made
         return made
 

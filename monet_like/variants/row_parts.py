@@ -16,11 +16,10 @@ from torch import Tensor
 
 from ..ir.program import Call, Ref
 from . import rows as by
-from .editor import cuts
+from .calls import HALF, Total
+from .editor import cuts, like
 from .row_operands import Operands, runs_of
 from .rows import NotByRows
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 class Parts(Operands):
@@ -54,11 +53,11 @@ class Parts(Operands):
         for way in [ways[0] for ways in self.editor.slots[slice(*head.slots)]]:
             for v in way.reads:  # also those that no part needs, as factories do
                 if v not in mine and self.editor.values[v].kind == "backward":
-                    self.known.setdefault(v, self._call("aten.alias.default", (Ref(v),)))
+                    self.known.setdefault(v, self.calls.add("aten.alias.default", Ref(v)))
         self._carry(head.before)
         buffers = {v: self._buffer(v) for v in sorted(rowed)}
         totals = {v: self._total(v) for v in sorted(sums)}
-        for part, begin, end in cuts(len(head.domain), self.parts):
+        for _, begin, end in cuts(len(head.domain), self.parts):
             self._start(begin, end)
             for place in head.again:
                 self._member(region.forward[place].calls, last=False)
@@ -68,17 +67,13 @@ class Parts(Operands):
                     if v in buffers:
                         self._leave(v, buffers[v])
                     elif v in totals:
-                        self._add_up(v, totals[v], part)
+                        self._add_up(v, totals[v])
         for v, buffer in buffers.items():
             self._finish(v, buffer)
-        for v, total in totals.items():
-            if total != self._result(v):
-                narrow = (("dtype", self.editor.metas[v].dtype),)
-                self._call("aten._to_copy.default", (total,), narrow, self._result(v))
+        for total in totals.values():
+            total.finish()
         self._carry(head.after)
         return self.calls
-
-    # Operators on a part
 
     def _member(self, calls: Sequence[Call], *, last: bool) -> None:
         for call in calls:
@@ -89,7 +84,7 @@ class Parts(Operands):
                 self._view(call, out)
                 continue
             name = by.name_of(call.op)
-            if name in by.JOINS and self._joined(call, out, name):
+            if name in by.JOINS and self._joined(call, out):
                 continue
             if name == "slice_scatter" and call.args[2] == 0 and by.depth(self.region.rows[out]) == 1:
                 self._rows_anew(call, out)
@@ -100,7 +95,7 @@ class Parts(Operands):
             args = self._adapted(call, name, out)
             args = tuple(self._with_operands(arg) for arg in args)
             op = call.op.replace(f".{call.op.split('.')[1]}.", f".{name}.")
-            outs = [self._name() if ref is not None and ref in self.region.computed else None for ref in call.outs]
+            outs = [self.calls.name() if ref in self.region.computed else None for ref in call.outs]
             for k, ref in enumerate(call.outs):
                 if ref is not None and ref not in self.region.computed and last:
                     outs[k] = ref
@@ -150,7 +145,7 @@ class Parts(Operands):
         low = int(torch.searchsorted(mine, its[0])) if len(its) else 0
         if not torch.equal(mine[low : low + len(its)], its):
             raise NotByRows
-        return self._call("aten.slice.Tensor", (made, 0, low, low + len(its)))
+        return self.calls.slice(made, 0, low, low + len(its))
 
     def _view(self, call: Call, out: Ref) -> None:
         region, source = self.region, call.args[0]
@@ -162,7 +157,7 @@ class Parts(Operands):
             if (call.args[-1] if call.op == "aten.unbind.int" and len(call.args) > 1 else 0) or len(call.args) > 2:
                 raise NotByRows
         if call.op == "aten.t.default":
-            self.tile[out] = self._call(call.op, (self._operand(source),))
+            self.tile[out] = self.calls.add(call.op, self._operand(source))
             return
         inner, mine = self._inner(out), self._inner(source)
         made = self._within(source, out)
@@ -171,30 +166,27 @@ class Parts(Operands):
         dim = call.args[1] % rank if name in ("slice", "select") else 0
         own = by.depth(region.rows[source])
         if dim >= own and name in ("slice", "select"):
-            made = self._call(call.op, (made, dim - own + 1, *call.args[2:]))
+            made = self.calls.add(call.op, made, dim - own + 1, *call.args[2:])
         elif inner != mine:
             low, high = self._between(self._numbers(out))
             op = "aten.expand.default" if name == "expand" else "aten.view.default"
-            made = self._call(op, (made, [high - low, *inner]))
+            made = self.calls.add(op, made, [high - low, *inner])
         self.tile[out] = made
 
-    def _joined(self, call: Call, out: Ref, name: str) -> bool:
+    def _joined(self, call: Call, out: Ref) -> bool:
         """Parts of a concatenation along rows, one after the other."""
         dim = (call.args[1] if len(call.args) > 1 else 0) % self.region.meta(out).ndim
         if dim >= max(by.depth(self.region.rows[out]), 1):
             return False
-        pieces = [self._operand(part) for part in call.args[0] if self._any(part)]
-        self.tile[out] = self._concatenated(pieces, call.args[0])
+        bounds = [(part, *self._between(self._numbers(part))) for part in call.args[0]]
+        pieces = [self._operand(part) for part, low, high in bounds if low < high]
+        self.tile[out] = self._concatenated(pieces, call.args[0][0])
         return True
 
-    def _any(self, key: Ref) -> bool:
-        low, high = self._between(self._numbers(key))
-        return high > low
-
-    def _concatenated(self, pieces: Sequence[Ref], all_of: Sequence[Ref]) -> Ref:
+    def _concatenated(self, pieces: Sequence[Ref], empty: Ref) -> Ref:
         if not pieces:
-            return self._operand(all_of[0])
-        return pieces[0] if len(pieces) == 1 else self._call("aten.cat.default", ([*pieces], 0))
+            return self._operand(empty)
+        return pieces[0] if len(pieces) == 1 else self.calls.add("aten.cat.default", [*pieces], 0)
 
     def _rows_anew(self, call: Call, out: Ref) -> None:
         """Rows of a tensor and those of another in the middle."""
@@ -206,32 +198,28 @@ class Parts(Operands):
         low = int(torch.searchsorted(own, new[0])) if len(new) else len(own)
         for begin, end in ((0, low), (low + len(new), len(own))):
             if end > begin:
-                pieces.append(self._call("aten.slice.Tensor", (self._operand(base), 0, begin, end)))
+                pieces.append(self.calls.slice(self._operand(base), 0, begin, end))
         if len(new):
             pieces.insert(1 if low else 0, self._operand(part))
-        self.tile[out] = self._concatenated(pieces, [base])
-
-    # Results
+        self.tile[out] = self._concatenated(pieces, base)
 
     def _buffer(self, value: int) -> Ref:
         """Rows of a result; the result itself if it has all of them."""
         key, meta = Ref(value), self.editor.metas[value]
-        numbers = by.flat(self.region.rows[key])
-        inner = self._inner(key)
-        place = (("dtype", meta.dtype), ("device", meta.device))
-        if len(self._numbers(key)) == len(numbers):
-            if not meta.contiguous:
-                raise NotByRows
-            whole = self._call("aten.empty_strided.default", (meta.shape, meta.stride), place, self._result(value))
-            return self._reshaped(whole, self.region.meta(key), (len(numbers), *inner))
-        shape = (len(self._numbers(key)), *inner)
-        stride = torch.empty(shape, device="meta").stride()
-        return self._call("aten.empty_strided.default", (shape, stride), place)
+        numbers, some = by.flat(self.region.rows[key]), self._numbers(key)
+        shape = (len(some), *self._inner(key))
+        if len(some) < len(numbers):
+            rows, own = like(meta, shape=shape), self.calls.name()
+            self.calls.empty(rows, own)
+            return own
+        if not meta.contiguous:
+            raise NotByRows
+        self.calls.empty(meta, self._result(value))
+        return self._reshaped(self._result(value), self.region.meta(key), shape)
 
     def _leave(self, value: int, buffer: Ref) -> None:
-        low, high = self._between(self._numbers(Ref(value)))
-        part = self._call("aten.slice.Tensor", (buffer, 0, low, high))
-        self._call("aten.copy_.default", (part, self._operand(Ref(value))), (), part)
+        part = self.calls.slice(buffer, 0, *self._between(self._numbers(Ref(value))))
+        self.calls.put(self._operand(Ref(value)), part)
 
     def _finish(self, value: int, buffer: Ref) -> None:
         """Put rows of a result among rows of zeros."""
@@ -242,21 +230,20 @@ class Parts(Operands):
             return
         if not meta.contiguous:
             raise NotByRows
-        place = (("dtype", meta.dtype), ("device", meta.device))
-        whole = self._call("aten.zeros.default", ([*meta.shape],), place, self._result(value))
+        whole = self._result(value)
+        self.calls.add("aten.zeros.default", [*meta.shape], out=whole, dtype=meta.dtype, device=meta.device)
         shape = (len(numbers), *self._inner(key))
         rows = self._reshaped(whole, self.region.meta(key), shape)
         view, extents = self._run_view(rows, torch.empty(shape, device="meta"), runs_of(picked))
-        source = self._call("aten.view.default", (buffer, list(extents)))
-        self._call("aten.copy_.default", (view, source), (), view)
+        self.calls.put(self.calls.add("aten.view.default", buffer, list(extents)), view)
 
-    def _total(self, value: int) -> Ref:
-        """Where a sum over rows is added up: made by its first part, or zeros that parts are added to."""
+    def _total(self, value: int) -> Total:
+        """A sum over rows: made by its first part, or zeros that parts are added to."""
         meta = self.editor.metas[value]
-        wide = torch.float32 if meta.dtype in _HALF else meta.dtype
-        total = self._result(value) if wide == meta.dtype else self._name()
+        total = Total(self.calls, self._result(value), meta.dtype)
         if not self._is_whole(value):
-            self._call("aten.zeros.default", ([*meta.shape],), (("dtype", wide), ("device", meta.device)), total)
+            dtype = torch.float32 if meta.dtype in HALF else meta.dtype
+            self.calls.add("aten.zeros.default", [*meta.shape], out=total.tensor, dtype=dtype, device=meta.device)
         return total
 
     def _is_whole(self, value: int) -> bool:
@@ -264,29 +251,14 @@ class Parts(Operands):
         extent = self.editor.metas[value].shape[0]
         return not more and by.name_of(call.op) != "addmm" and (begin, end) in ((0, extent), (0, 0))
 
-    def _add_up(self, value: int, total: Ref, part: int) -> None:
-        wide = self.editor.metas[value].dtype in _HALF
+    def _add_up(self, value: int, total: Total) -> None:
         for call, begin, end in self.region.sums[Ref(value)]:
             if by.name_of(call.op) == "sum":
-                options = (("dtype", torch.float32),) if wide else call.kwargs
-                made = self._call(
-                    call.op, (self._operand(call.args[0]), *call.args[1:]), options, None if part else total
-                )
-                if part:
-                    self._call("aten.add_.Tensor", (total, made), (), total)
+                total.add_sum(call, self._operand(call.args[0]), *call.args[1:])
                 continue
-            operands = tuple(self._operand(arg) for arg in call.args[-2:])
+            operands = [self._operand(arg) for arg in call.args[-2:]]
             if self._is_whole(value):
-                if wide:
-                    made = self._call("aten.mm.default", operands)
-                    if part:
-                        self._call("aten.add_.Tensor", (total, made), (), total)
-                    else:
-                        self._call("aten._to_copy.default", (made,), (("dtype", torch.float32),), total)
-                elif part:
-                    self._call("aten.addmm.out", (total, *operands), (("out", total),), total)
-                else:
-                    self._call("aten.mm.default", operands, (), total)
-                continue
-            some = self._call("aten.slice.Tensor", (total, 0, begin, end))
-            self._call("aten.addmm.out", (some, *operands), (("out", some),), some)
+                total.add_product(*operands)
+            else:
+                some = self.calls.slice(total.tensor, 0, begin, end)
+                self.calls.into("aten.addmm.out", some, some, *operands)

@@ -9,13 +9,13 @@ weights) and gradients of the layers' inputs.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from ..ir.program import Call, Ref, Task
 from . import rows as by
-from .editor import renamed
+from .editor import with_names
 from .row_inference import RowsOfResults
 from .rows import NotByRows
 
@@ -108,8 +108,7 @@ class Region(RowsOfResults):
         names = {out: out if isinstance(out.name, int) else new for out, new in names.items()}
         calls = []
         for call in task.calls:
-            inner = replace(call, args=renamed(call.args, names), outs=tuple(o and names[o] for o in call.outs))
-            calls.append(self._infer(inner, task, hint if call is task.calls[-1] else None))
+            calls.append(self._infer(with_names(call, names), task, hint if call is task.calls[-1] else None))
         if not any(Ref(v) in self.computed or Ref(v) in self.sums for v in task.writes):
             raise NotByRows
         member = Member(task, calls, needed)

@@ -89,13 +89,9 @@ def gates(operators: Operators) -> Iterator[Gate]:
         if found is None or not operators.alone(found) or not _is_plain(operators.editor, [*found.values.values()]):
             continue
         gate, up = found.refs["gate"], found.refs["up"]
-        calls = (
-            *views_of(found.tasks, gate, up),
-            Call("monet_like.swiglu.default", (gate, up), (), (Ref(found.results[0]),)),
-        )
-        name, product = VARIANT, found.tasks[1]
-        task = make_task(f"{product.name}.{name}", calls, product.writes, operators.editor.metas, variant=name)
-        yield Gate(silu, product, task, source)
+        fused = Call("monet_like.swiglu.default", (gate, up), (), (Ref(found.results[0]),))
+        calls, product = (*views_of(found.tasks, gate, up), fused), found.tasks[1]
+        yield Gate(silu, product, operators.editor.beside(product, calls, VARIANT), source)
 
 
 def gradients(operators: Operators, gate: Gate) -> Gradients | None:

@@ -11,13 +11,12 @@ weights are summed in float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ..capture.captured import make_task
 from ..ir.program import Ref, Task, refs
 from . import rows as by
 from .editor import Editor, root_of
@@ -59,13 +58,12 @@ def offer(editor: Editor) -> None:
         once.update(head.exits)
         if plain is None:
             continue
-        ways = [plain]
-        for parts, calls in zip(PARTS, backward, strict=True):
-            name = f"tiled_logits.{parts}"
-            ways.append(make_task(f"{plain.name}.{name}", calls, plain.writes, editor.metas, variant=name, word="conv"))
-        merges.append((head.slots[0], head.slots[1] - head.slots[0], ways))
-    for first, count, ways in sorted(merges, reverse=True, key=lambda merge: merge[0]):
-        editor.merge(first, ways, count)
+        others = (
+            editor.beside(plain, calls, f"tiled_logits.{parts}", word="conv")
+            for parts, calls in zip(PARTS, backward, strict=True)
+        )
+        merges.append((head.slots[0], head.slots[1] - head.slots[0], [plain, *others]))
+    editor.merge_all(merges)
     # They are small, and what compares them, as clipped ratios do, must not read two that round differently.
     editor.tasks = tuple(t if once.isdisjoint(t.writes) else replace(t, runs="first") for t in editor.tasks)
 
@@ -78,11 +76,11 @@ def _bordered(editor: Editor, operators: Operators, region: Region) -> Head:
     """
     made = {v: place for place, member in region.forward.items() for v in member.task.writes}
     wide = [v for v in made if Ref(v) in region.computed and region.is_wide(Ref(v))]
-    if editor.bytes_of(wide) < WIDENING * region.count * region.width * _itemsize(editor, wide):
+    itemsize = max((editor.metas[v].dtype.itemsize for v in wide), default=1)
+    if editor.bytes_of(wide) < WIDENING * region.count * region.width * itemsize:
         raise NotByRows
-    readers = {
-        v: [(t, s) for t, s in operators.readers.get(v, ()) if not _is_member(editor, region, t, s)] for v in made
-    }
+    members = {id(member.task) for of in (region.forward, region.backward) for member in of.values()}
+    readers = {v: [(t, s) for t, s in operators.readers.get(v, ()) if id(t) not in members] for v in made}
     exits = tuple(v for v in made if readers[v] or v in operators.kept or Ref(v) not in region.computed)
     rowed = [v for v in exits if Ref(v) in region.computed]
     if any(region.is_wide(Ref(v)) for v in rowed):
@@ -113,15 +111,6 @@ def _compares(region: Region) -> bool:
         if call.op.startswith("aten.")
         for ref in refs(call)
     )
-
-
-def _itemsize(editor: Editor, values: Sequence[int]) -> int:
-    return max((editor.metas[v].dtype.itemsize for v in values), default=1)
-
-
-def _is_member(editor: Editor, region: Region, task: Task, slot: int | None) -> bool:
-    members = region.forward if slot is None else region.backward
-    return any(member.task is task for member in members.values())
 
 
 def _ancestors(region: Region, wanted: set[int], known: frozenset[int]) -> tuple[int, ...]:
@@ -161,10 +150,8 @@ def _slots(
         for v in editor.slots[slot][0].writes
         if v in operators.kept or any(s not in inside for _, s in operators.readers.get(v, ()))
     )
-    known = {*results}
-    for v in made & {r for way in (*before, *after) for r in way.reads}:
-        known.add(v)
-    if any(Ref(v) in region.computed and region.is_wide(Ref(v)) for v in made & known):
+    read = {*results, *(v for way in (*before, *after) for v in way.reads)}
+    if any(Ref(v) in region.computed and region.is_wide(Ref(v)) for v in made & read):
         raise NotByRows
     return (first, end), tuple(before), tuple(after), results
 
@@ -208,9 +195,8 @@ def _width(editor: Editor, seeds: set[str]) -> int:
     found = 0
     for task in editor.tasks:
         if task.name in seeds:
-            x = task.calls[-1].args[-2]
-            metas = editor.results(task.calls[:-1])
-            found = max(found, (metas[x] if x in metas else editor.metas[x.name]).shape[-1])
+            *views, call = task.calls
+            found = max(found, editor.seen(views, call.args[-2]).shape[-1])
     return found
 
 

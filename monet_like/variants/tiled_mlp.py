@@ -19,11 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
-from ..capture.captured import make_task
 from ..ir.program import Call, Ref, Task
 from . import linear, swiglu
+from .calls import HALF, Calls, Total
 from .editor import Editor, cuts, root_of
 from .patterns import Operators
 
@@ -32,7 +30,7 @@ TILES = (1, 4, 16)
 #: Least size of the tensors between the layers, in units of the input's. It is the same for every batch, so that
 #: smaller inputs have the same program.
 WIDENING = 4
-_VIEW, _TURN = "aten.view.default", "aten.t.default"
+_VIEW, _TURN, _SUM = "aten.view.default", "aten.t.default", "aten.sum.dim_IntList"
 _PRODUCTS = frozenset({"aten.mm.default", "aten.addmm.default"})
 _ACTIVATIONS = ("silu", "gelu", "relu", "sigmoid", "tanh")
 _ROWWISE = frozenset(
@@ -40,7 +38,8 @@ _ROWWISE = frozenset(
     | {f"aten.{name}_backward.default" for name in (*_ACTIVATIONS, "threshold")}
     | {"aten.mul.Tensor", "aten.add.Tensor", "aten.add_.Tensor"}
 )
-_HALF = (torch.float16, torch.bfloat16)
+#: Operators that can write into a part of their result.
+_WRITING = _PRODUCTS | {"aten.add.Tensor", "aten.mul.Tensor"}
 
 
 @dataclass(frozen=True)
@@ -89,16 +88,12 @@ def offer(editor: Editor) -> None:
         ways = [plain]
         others = [_by_onednn(each) for each in editor.slots[first:end]]
         if any(way.variant != "aten" for way in others):
-            options = {"name": f"{plain.name}.{linear.VARIANT}", "variant": linear.VARIANT, "word": "conv"}
-            ways.append(editor.in_turn(others, mlp.between, **options))
+            name = f"{plain.name}.{linear.VARIANT}"
+            ways.append(editor.in_turn(others, mlp.between, name=name, variant=linear.VARIANT, word="conv"))
         if len(mlp.ways) < end - first:
             between = mlp.between.intersection(v for way in mlp.ways for v in way.writes)
-            options = {
-                "name": f"{plain.name}.{swiglu.VARIANT}",
-                "variant": f"{swiglu.VARIANT}.backward",
-                "word": "conv",
-            }
-            fused = editor.in_turn(mlp.ways, between, **options)
+            name, variant = f"{plain.name}.{swiglu.VARIANT}", f"{swiglu.VARIANT}.backward"
+            fused = editor.in_turn(mlp.ways, between, name=name, variant=variant, word="conv")
             ways.append(replace(fused, writes=plain.writes))
         for tiles in TILES:
             if tiles > 1:
@@ -106,11 +101,7 @@ def offer(editor: Editor) -> None:
                 editor.add(last, calls, last.writes, f"tiled_mlp.{tiles}", word="conv", runs=last.runs)
             for kept, name in ((frozenset[int](), "tiled_mlp"), (mlp.products, "tiled_mlp_from_products")):
                 calls = _Tiles(editor, mlp, tiles).backward(kept)
-                variant = f"{name}.{tiles}"
-                way = make_task(
-                    f"{plain.name}.{variant}", calls, plain.writes, editor.metas, variant=variant, word="conv"
-                )
-                ways.append(way)
+                ways.append(editor.beside(plain, calls, f"{name}.{tiles}", word="conv"))
         editor.merge(first, ways, end - first)
 
 
@@ -135,7 +126,7 @@ def _find(editor: Editor, makers: dict[int, Task], last: Task) -> _Mlp | None:
     if last.calls[-1].op not in _PRODUCTS or len(last.writes) != 1:
         return None
     tasks: dict[str, Task] = {}
-    inputs: dict[int, None] = {}
+    read: set[int] = set()
     waiting = [last]
     while waiting:
         task = waiting.pop()
@@ -149,13 +140,9 @@ def _find(editor: Editor, makers: dict[int, Task], last: Task) -> _Mlp | None:
                 inside = inside and maker is not None and maker.calls[-1].op in _PRODUCTS
             if maker is not None and inside and all(t.name in tasks for t in editor.forward_readers(value)):
                 waiting.append(maker)
-                inputs.pop(value, None)
             else:
-                inputs[value] = None
-    for value in list(inputs):  # readers that were found later
-        maker = makers.get(value)
-        if maker is not None and maker.name in tasks:
-            del inputs[value]
+                read.add(value)
+    inputs = [v for v in read if v not in makers or makers[v].name not in tasks]  # readers may be found later
     found = tuple(task for task in editor.tasks if task.name in tasks)
     products = frozenset(t.writes[0] for t in found[:-1] if t.calls[-1].op in _PRODUCTS)
     inner = frozenset(t.writes[0] for t in found[:-1])
@@ -212,7 +199,7 @@ def _with_slots(
     read = {v for task in (*outside, *others) for v in task.reads} | {*editor.captured.program.gradients}
     rows = math.prod(editor.metas[x].shape[:-1])
     leaving = made & read
-    sums = _of_weights(editor, first, end)
+    sums = {v for ways in editor.slots[first:end] if _sums_rows(ways[0]) for v in ways[0].writes}
     of_x = [v for v in leaving - sums if _elements(editor, v) == _elements(editor, x)]
     if not inner.isdisjoint(read) or not made or len(of_x) > 1:
         return None
@@ -223,16 +210,11 @@ def _with_slots(
     return _Mlp(tasks, (first, end), x, grad, inner, products, frozenset(made - read), of_x[0] if of_x else None, rows)
 
 
-def _of_weights(editor: Editor, first: int, end: int) -> set[int]:
-    """The gradients of weights and biases that some slots make: sums over all rows."""
-    ways = [ways[0] for ways in editor.slots[first:end]]
-    return {v for way in ways if _sums_rows(way) for v in way.writes}
-
-
 def _sums_rows(way: Task) -> bool:
+    """Whether a way makes the gradient of a weight or bias: a sum over all rows."""
     call = way.calls[-1]
     turned = {view.outs[0] for view in way.calls[:-1] if view.op == _TURN}
-    return call.op == "aten.sum.dim_IntList" or (call.op == "aten.mm.default" and call.args[0] in turned)
+    return call.op == _SUM or (call.op == "aten.mm.default" and call.args[0] in turned)
 
 
 def _belongs(editor: Editor, way: Task, known: set[int], forward: set[int]) -> bool:
@@ -243,7 +225,7 @@ def _belongs(editor: Editor, way: Task, known: set[int], forward: set[int]) -> b
     residents = [v for v in way.reads if editor.values[v].kind in ("parameter", "buffer")]
     if not {*way.reads} <= {*known, *forward, *residents} or known.isdisjoint(way.reads):
         return False
-    if call.op == "aten.sum.dim_IntList":
+    if call.op == _SUM:
         return call.args[1:] == ([0], True)
     if call.op == "aten.mm.default":
         return _sums_rows(way) != bool(residents)
@@ -252,29 +234,35 @@ def _belongs(editor: Editor, way: Task, known: set[int], forward: set[int]) -> b
 
 @dataclass
 class _Tiles:
-    """Writes the calls of one variant."""
+    """Writes the calls of one variant.
+
+    Attributes:
+        rows: whole values as matrices.
+        turned: what `_arguments` has turned, by the view and the tile; None: the same for all tiles.
+    """
 
     editor: Editor
     mlp: _Mlp
     tiles: int
-    calls: list[Call] = field(default_factory=list)
-    turned: set[Ref] = field(default_factory=set)
+    calls: Calls = field(default_factory=Calls)
+    rows: dict[int, Ref] = field(default_factory=dict)
+    turned: dict[tuple[Ref | None, int | None], Ref] = field(default_factory=dict)
 
-    def forward(self) -> list[Call]:
+    def forward(self) -> Calls:
         """The calls that compute the result in tiles."""
         (out,) = self.mlp.tasks[-1].writes
-        self._empty(out)
+        self.calls.empty(self.editor.metas[out], Ref(out))
         self._rows_of(out, self.mlp.x)
         for tile, begin, end in cuts(self.mlp.rows, self.tiles):
-            known = self._sliced(tile, begin, end, self.mlp.x)
+            known = self._sliced(begin, end, self.mlp.x)
             for task in self.mlp.fused[:-1]:
                 self._run(task, known, tile)
-            self._run(self.mlp.fused[-1], known, tile, into=self._part(out, tile, begin, end))
+            self._run(self.mlp.fused[-1], known, tile, into=self.calls.slice(self.rows[out], 0, begin, end))
         return self.calls
 
-    def backward(self, kept: frozenset[int]) -> list[Call]:
+    def backward(self, kept: frozenset[int]) -> Calls:
         """The calls that compute all gradients in tiles, with the values ``kept`` at hand."""
-        mlp, editor = self.mlp, self.editor
+        mlp, metas = self.mlp, self.editor.metas
         needed = {v for way in mlp.ways for v in way.reads} & mlp.inner
         tasks: list[Task] = []
         for task in reversed(mlp.fused[:-1]):
@@ -283,101 +271,70 @@ class _Tiles:
                 needed.update({*task.reads} & mlp.inner)
         at_hand = sorted(kept & needed)
         if mlp.of_x is not None:
-            self._empty(mlp.of_x)
+            self.calls.empty(metas[mlp.of_x], Ref(mlp.of_x))
         self._rows_of(mlp.x, mlp.grad, *at_hand, *([] if mlp.of_x is None else [mlp.of_x]))
+        totals = {way.writes[0]: self._total(way.writes[0]) for way in mlp.ways if _sums_rows(way)}
         for tile, begin, end in cuts(self.mlp.rows, self.tiles):
-            known = self._sliced(tile, begin, end, mlp.x, mlp.grad, *at_hand)
+            known = self._sliced(begin, end, mlp.x, mlp.grad, *at_hand)
             for task in tasks:
                 self._run(task, known, tile)
             for way in mlp.ways:
-                if _sums_rows(way):
-                    self._add_up(way, known, tile)
-                else:
-                    into = self._part(mlp.of_x, tile, begin, end) if way.writes[0] == mlp.of_x else None
-                    self._run(way, known, tile, into=into)
-        for way in mlp.ways:
-            if _sums_rows(way) and self._wide(way):
                 value = way.writes[0]
-                place = (("dtype", editor.metas[value].dtype),)
-                self.calls.append(Call("aten._to_copy.default", (Ref(f"wide_{value}"),), place, (Ref(value),)))
+                if value in totals:
+                    self._add_up(totals[value], way, known, tile)
+                else:
+                    into = self.calls.slice(self.rows[value], 0, begin, end) if value == mlp.of_x else None
+                    self._run(way, known, tile, into=into)
+        for total in totals.values():
+            total.finish()
         return self.calls
 
-    def _empty(self, value: int) -> None:
-        meta = self.editor.metas[value]
-        place = (("dtype", meta.dtype), ("device", meta.device))
-        self.calls.append(Call("aten.empty_strided.default", (meta.shape, meta.stride), place, (Ref(value),)))
-
     def _rows_of(self, *values: int) -> None:
-        """Views of whole values as matrices."""
         for value in values:
             shape = (self.mlp.rows, _elements(self.editor, value) // self.mlp.rows)
-            self.calls.append(Call(_VIEW, (Ref(value), shape), (), (Ref(f"rows_{value}"),)))
+            self.rows[value] = self.calls.add(_VIEW, Ref(value), shape)
 
-    def _part(self, value: int | None, tile: int, begin: int, end: int) -> Ref:
-        part = Ref(f"part_{value}_{tile}")
-        self.calls.append(Call("aten.slice.Tensor", (Ref(f"rows_{value}"), 0, begin, end), (), (part,)))
-        return part
-
-    def _sliced(self, tile: int, begin: int, end: int, *values: int) -> dict[Ref, Ref]:
-        return {Ref(value): self._part(value, tile, begin, end) for value in values}
+    def _sliced(self, begin: int, end: int, *values: int) -> dict[Ref, Ref]:
+        return {Ref(value): self.calls.slice(self.rows[value], 0, begin, end) for value in values}
 
     def _arguments(self, task: Task, known: dict[Ref, Ref], tile: int) -> tuple[Any, ...]:
         """The arguments of a task's last call in this tile: views of rows are the rows themselves."""
         local: dict[Any, Any] = {}
         for view in task.calls[:-1]:
             (out,), source = view.outs, view.args[0]
-            assert out is not None
             of = local.get(source) or known.get(source)
             if view.op == _VIEW:
                 local[out] = of or source
-            else:
-                name = Ref(f"{out.name}_{tile}" if of else f"{out.name}_turned")
-                if name not in self.turned:  # a weight is turned once for all tiles
-                    self.turned.add(name)
-                    self.calls.append(Call(_TURN, (of or source,), (), (name,)))
-                local[out] = name
+                continue
+            key = (out, tile if of else None)
+            if key not in self.turned:
+                self.turned[key] = self.calls.add(_TURN, of or source)
+            local[out] = self.turned[key]
         operands = {**known, **local}
         return tuple(operands.get(arg, arg) if isinstance(arg, Ref) else arg for arg in task.calls[-1].args)
 
     def _run(self, task: Task, known: dict[Ref, Ref], tile: int, *, into: Ref | None = None) -> None:
         """One operator on one tile; its results are known from then on."""
-        call, (value, *others) = task.calls[-1], task.writes
-        args = self._arguments(task, known, tile)
-        if others:
-            made = {Ref(v): Ref(f"made_{v}_{tile}") for v in task.writes}
-            self.calls.append(replace(call, args=args, outs=tuple(made[out] for out in call.outs if out)))
-            known.update(made)
-            return
+        call, args = task.calls[-1], self._arguments(task, known, tile)
         op = call.op.replace("add_.", "add.")
-        if into is None:
-            out = Ref(f"made_{value}_{tile}")
-            self.calls.append(replace(call, op=op, args=args, outs=(out,)))
-            known[Ref(value)] = out
-        elif op in ("aten.mm.default", "aten.addmm.default", "aten.add.Tensor", "aten.mul.Tensor"):
-            form = op.rsplit(".", 1)[0] + ".out"
-            self.calls.append(Call(form, args, (*call.kwargs, ("out", into)), (into,)))
-        else:
-            out = Ref(f"made_{value}_{tile}")
-            self.calls.append(replace(call, op=op, args=args, outs=(out,)))
-            self.calls.append(Call("aten.copy_.default", (into, out), (), (into,)))
-
-    def _wide(self, way: Task) -> bool:
-        """Whether tiles of this gradient are added in float32."""
-        return self.tiles > 1 and self.editor.metas[way.writes[0]].dtype in _HALF
-
-    def _add_up(self, way: Task, known: dict[Ref, Ref], tile: int) -> None:
-        """Add a tile's part to the gradient of a weight or bias."""
-        call, value = way.calls[-1], way.writes[0]
-        args = self._arguments(way, known, tile)
-        wide, sums = self._wide(way), call.op == "aten.sum.dim_IntList"
-        total = Ref(f"wide_{value}") if wide else Ref(value)
-        part = total if not tile and (sums or not wide) else Ref(f"sum_{value}_{tile}")
-        if tile and not wide and not sums:
-            self.calls.append(Call("aten.addmm.out", (total, *args), (("out", total),), (total,)))
+        if into is not None and op in _WRITING:
+            kwargs = (*call.kwargs, ("out", into))
+            self.calls.append(Call(f"{op.rpartition('.')[0]}.out", args, kwargs, (into,)))
             return
-        options = (("dtype", torch.float32),) if wide and sums else call.kwargs
-        self.calls.append(replace(call, args=args, kwargs=options, outs=(part,)))
-        if tile:
-            self.calls.append(Call("aten.add_.Tensor", (total, part), (), (total,)))
-        elif part != total:
-            self.calls.append(Call("aten._to_copy.default", (part,), (("dtype", torch.float32),), (total,)))
+        made = {out: self.calls.name() for out in call.outs if out}
+        self.calls.append(replace(call, op=op, args=args, outs=tuple(made.values())))
+        known.update(made)
+        if into is not None:
+            self.calls.put(made[Ref(task.writes[0])], into)
+
+    def _total(self, value: int) -> Total:
+        dtype = self.editor.metas[value].dtype
+        return Total(self.calls, Ref(value), dtype, apart=self.tiles > 1 and dtype in HALF)
+
+    def _add_up(self, total: Total, way: Task, known: dict[Ref, Ref], tile: int) -> None:
+        """Add a tile's part to the gradient of a weight or bias."""
+        call, args = way.calls[-1], self._arguments(way, known, tile)
+        if call.op == _SUM:
+            total.add_sum(call, *args)
+        else:
+            total.add_product(*args)
