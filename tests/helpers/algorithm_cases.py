@@ -17,11 +17,16 @@ FORMATS = (torch.contiguous_format, torch.channels_last)
 
 
 def captured(
-    model: nn.Module, *shape: int, dtype: torch.dtype = torch.float32, layout: Any = FORMATS[0], mode: str = MODE
+    model: nn.Module,
+    *shape: int,
+    dtype: torch.dtype = torch.float32,
+    layout: Any = FORMATS[0],
+    mode: str = MODE,
+    grad: bool = False,
 ) -> Captured:
-    """As on a GPU."""
+    """As on a GPU; ``grad``: with the input's gradient."""
     with fake_mode():
-        x = torch.empty(shape, dtype=dtype).to(memory_format=layout)
+        x = torch.empty(shape, dtype=dtype).to(memory_format=layout).requires_grad_(grad)
     return admitted(capture(model.to(dtype).to(memory_format=layout), (x,), target=torch.device("cuda", 0)), mode)
 
 

@@ -3,36 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
+import algorithm_cases
 import pandas as pd
 import pytest
 import torch
 from torch import nn
 
 from benchmarks.operator_paces import HERE, Timed, fitted, from_frame, logs, table, timed_alone, to_frame
-from monet_like.capture.captured import Captured, fake_mode
-from monet_like.capture.lower.step import capture
+from monet_like.capture.captured import Captured
 from monet_like.ir.profile_file import Profile
 from monet_like.ir.program import Cost, Task
 from monet_like.profile.devices import DEVICES
 from monet_like.profile.gpu_paces import PACES, Pace
 from monet_like.profile.roofline import operation_seconds, roofline
 from monet_like.profile.work import Operation, flops, works_of
-from monet_like.variants import admitted
 
-CUDA = torch.device("cuda", 0)
 H200 = DEVICES["h200"]
-
-
-def captured(
-    layer: nn.Module, *shape: int, dtype: torch.dtype = torch.float32, channels_last: bool = False, mode: str = "normal"
-) -> Captured:
-    with fake_mode():
-        layout = torch.channels_last if channels_last else torch.contiguous_format
-        x = torch.empty(shape, dtype=dtype).to(memory_format=layout).requires_grad_()
-        layer = layer.to(dtype)
-        layer = layer.to(memory_format=layout) if channels_last else layer
-    return admitted(capture(layer, (x,), target=CUDA), mode)
+captured = partial(algorithm_cases.captured, mode="normal", grad=True)
 
 
 def plain_kinds(program: Captured) -> list[str]:
@@ -97,7 +86,7 @@ def test_layout_and_widths_decide_too() -> None:
         nn.Linear(64, 16, bias=False),
         nn.Linear(64, 15, bias=False),
     )
-    assert plain_kinds(captured(convolution, 2, 8, 9, 9, channels_last=True)) == ["convolution, channels last"]
+    assert plain_kinds(captured(convolution, 2, 8, 9, 9, layout=torch.channels_last)) == ["convolution, channels last"]
     assert plain_kinds(captured(narrow, 8, 64, dtype=torch.bfloat16)) == ["product, 16 bits"]
     assert "product, 16 bits, odd rows" in plain_kinds(captured(odd, 8, 64, dtype=torch.bfloat16))
     assert plain_kinds(captured(_Mean(), 8, 49)) == ["mean of planes"]
