@@ -17,6 +17,7 @@ from pathlib import Path
 import pandas
 from click.testing import CliRunner
 
+from benchmarks.rows import markdown_table
 from monet_like.cli import main
 from monet_like.ir.units import format_bytes, format_seconds
 from monet_like.profile.devices import DEVICES
@@ -79,9 +80,7 @@ def asked(model: Model) -> None:
 
 def table() -> str:
     """The table in Markdown, of the rows that are kept; each model's command stands below its cells."""
-    header = ["", *(f"{card}" for card in CARDS)]
-    lines = [header, ["---"] * len(header)]
-    commands = []
+    lines, commands = [], []
     for model in MODELS:
         if not model.path.exists():
             continue
@@ -89,8 +88,7 @@ def table() -> str:
         cells = [_cell(rows[rows.card == card], model) for card in CARDS]
         lines.append([model.title, *cells])
         commands.append(f"monet-like {shlex.join(model.arguments)}")
-    made = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"{made}\n\n```bash\n" + "\n".join(commands) + "\n```\n"
+    return f"{markdown_table(['', *CARDS], lines)}\n\n```bash\n" + "\n".join(commands) + "\n```\n"
 
 
 def _cell(rows: pandas.DataFrame, model: Model) -> str:

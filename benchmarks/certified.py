@@ -6,6 +6,7 @@ All variants are on; costs are those of the committed roofline profiles in bench
 
 from __future__ import annotations
 
+import functools
 import time
 from pathlib import Path
 
@@ -17,13 +18,13 @@ from monet_like.cli.problem import Problem, read_problem
 from monet_like.compiler.pipeline import prepare
 from monet_like.compiler.prepared import Prepared
 from monet_like.errors import InfeasibleError, SolverError
+from monet_like.ir.defaults import MODE
 from monet_like.ir.profile_file import Profile
 from monet_like.ir.units import format_seconds
 from monet_like.plan.ilp.search import Search
 from monet_like.profile.devices import DEVICES
 
 CPU = torch.device("cpu")
-FULL = "inplace_conv_multiway_newnode"
 MODELS = {
     "resnet50": ("torchvision.models.resnet50()", 184),
     "googlenet": ("torchvision.models.googlenet(init_weights=False)", 320),
@@ -39,14 +40,20 @@ DEEP = {
 }
 
 
-def prepared(name: str) -> tuple[Problem, Prepared]:
-    """Capture, with the committed costs; they are written where there are none, or some are missing."""
+def problem_of(name: str, mode: str = MODE) -> Problem:
+    """A model of `MODELS` or `DEEP` on the CPU."""
     expression, batch = {**MODELS, **DEEP}[name]
-    problem = read_problem(
-        model=expression, batch=str(batch), budget="1", mode=FULL, solver="HIGHS", device="cpu", dtype="float32",
+    return read_problem(
+        model=expression, batch=str(batch), budget="1", mode=mode, solver="HIGHS", device="cpu", dtype="float32",
         input_shape=None,
     )  # fmt: skip
-    path = PROFILES / f"{name}_{batch}_roofline_a100.json"
+
+
+@functools.cache
+def prepared(name: str) -> tuple[Problem, Prepared]:
+    """Capture, with the committed costs; they are written where there are none, or some are missing."""
+    problem = problem_of(name)
+    path = PROFILES / f"{name}_{problem.request.batch}_roofline_a100.json"
     known = Profile.load(path) if path.exists() else None
     ready = prepare(problem.request, CPU, profile=known or DEVICES["a100"])
     if ready.profile != known:
@@ -56,7 +63,7 @@ def prepared(name: str) -> tuple[Problem, Prepared]:
 
 def line(name: str, share: float, of_activations: bool, solver: str, seconds: float, gap: float) -> tuple[str, bool]:
     """A row of the table, and whether the plan is as close as asked for."""
-    problem, ready = CACHE[name] if name in CACHE else CACHE.setdefault(name, prepared(name))
+    problem, ready = prepared(name)
     program, plain = ready.captured.program, ready.plain
     resident = program.resident_bytes if of_activations else 0
     budget = int(resident + share * (plain.peak_bytes - resident))
@@ -72,9 +79,6 @@ def line(name: str, share: float, of_activations: bool, solver: str, seconds: fl
     step = f"{format_seconds(plan.report.seconds)} | {ratio:+.1f} % | {100 * plan.gap:.2f} % {plan.bound_kind}"
     good = plan.gap <= gap and plan.bound_kind == "unrestricted"
     return f"{head} {step} | {time.monotonic() - began:.0f} | {plan.found_by} |", good
-
-
-CACHE: dict[str, tuple[Problem, Prepared]] = {}
 
 
 @click.command()

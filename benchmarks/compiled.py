@@ -23,17 +23,18 @@ import torchvision
 from torch import nn
 
 import monet_like
+from benchmarks.contenders import under_budget
 from benchmarks.work import LanguageModel, images, tokens
 from monet_like.capture.example_inputs import Example
 from monet_like.compiler.pipeline import compile_schedule
 from monet_like.compiler.request import Request
 from monet_like.errors import InfeasibleError
+from monet_like.ir.defaults import MODE
 from monet_like.replay.verify.steps import step_peak, step_seconds, train_step
 from monet_like.replay.wrapper import ScheduleWrapper
 
 MB = 10**6
 CPU = torch.device("cpu")
-FULL = "inplace_conv_multiway_newnode"
 
 
 def vit() -> nn.Module:
@@ -57,18 +58,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Example], str]] = 
 }
 
 
-def under_budget(setting: float, graph: Any, inputs: Any) -> Any:
-    """Inductor as a backend of ``torch.compile``, with this ``activation_memory_budget``."""
-    from torch._functorch import config
-    from torch._inductor.compile_fx import compile_fx
-
-    with config.patch(activation_memory_budget=setting):
-        return compile_fx(graph, inputs)
-
-
 def compiled(model: nn.Module, setting: float, example: Example) -> nn.Module:
     """``torch.compile`` of a copy, after one step; the backend is an object of its own, so that no graph is shared."""
-    made: Any = torch.compile(copy.deepcopy(model), backend=partial(under_budget, setting))
+    made: Any = torch.compile(copy.deepcopy(model), backend=partial(under_budget, setting, "dp", False))
     train_step(made, example)
     return made
 
@@ -140,7 +132,7 @@ def table(name: str, share: float, settings: list[float], mode: str, steps: int,
 @click.option("--models", default=",".join(MODELS), show_default=True)
 @click.option("--share", default=60.0, show_default=True, help="Percent of plain PyTorch's peak.")
 @click.option("--settings", default="0.5,0.2", show_default=True, help="Values of activation_memory_budget to try.")
-@click.option("--mode", default=FULL, show_default=True)
+@click.option("--mode", default=MODE, show_default=True)
 @click.option("--steps", default=5, show_default=True, help="Timed steps of each contender.")
 @click.option("--seconds", default=10.0, show_default=True, help="For the solver, per model.")
 def main(models: str, share: float, settings: str, mode: str, steps: int, seconds: float) -> None:

@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_sel
 
 from benchmarks.work import Job
 from monet_like.capture.example_inputs import Example
+from monet_like.ir.defaults import MODE
 
 MB = 10**6
-FULL = "inplace_conv_multiway_newnode"
 
 
 class NotApplicableError(Exception):
@@ -123,7 +123,7 @@ def selective_planned(job: Job, model: nn.Module, example: Example) -> Built:
     return Built(model, seconds, found.peak_bytes - record.cublas_bytes, found.seconds, found.plain_seconds)
 
 
-def _under_budget(setting: float, solver: str, eager: bool, graph: Any, inputs: Any) -> Any:
+def under_budget(setting: float, solver: str, eager: bool, graph: Any, inputs: Any) -> Any:
     """A backend of ``torch.compile`` with this ``activation_memory_budget``."""
     from torch._dynamo.backends.debugging import aot_eager
     from torch._functorch import config
@@ -139,7 +139,7 @@ def compiled(job: Job, model: nn.Module, example: Example, *, eager: bool = Fals
     With ``eager`` by the backend aot_eager: the same partition, PyTorch's own operators.
     """
     setting, _, solver = (job.setting or "1.0").partition(" ")
-    backend = partial(_under_budget, float(setting), solver or "dp", eager)
+    backend = partial(under_budget, float(setting), solver or "dp", eager)
     module: Any = torch.compile(model, backend=backend)  # an object of its own, so that no graph is shared
     return Built(module)
 
@@ -172,13 +172,7 @@ def rockmate(job: Job, model: nn.Module, example: Example) -> Built:
 
 
 def ours(
-    job: Job,
-    model: nn.Module,
-    example: Example,
-    *,
-    strategy: str = "milp",
-    mode: str = FULL,
-    backend: str = "eager",
+    job: Job, model: nn.Module, example: Example, *, strategy: str = "milp", mode: str = MODE, backend: str = "eager"
 ) -> Built:
     """A schedule of this package; the budget is the job's, all the memory there is for strategies that take none."""
     from monet_like.compiler.pipeline import compile_schedule
@@ -254,12 +248,7 @@ CONTENDERS: Mapping[str, Contender] = MappingProxyType(
             batches="0.2",
         ),
         "torch.compile planned": Contender(
-            compiled_planned,
-            ("80%", "60%", "45%", "30%"),
-            ("45%",),
-            front="inductor",
-            compiles=True,
-            batches="limit",
+            compiled_planned, ("80%", "60%", "45%", "30%"), ("45%",), front="inductor", compiles=True, batches="limit"
         ),
         "Rockmate": Contender(rockmate, ("hilp 45%", "rockmate 45%"), ("hilp 45%",)),
         "strategy ogc": Contender(partial(ours, strategy="ogc", mode="normal"), plans=True, batches=""),

@@ -7,17 +7,15 @@ those at the work's own batch, and workspaces are measured.
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 
-from benchmarks.contenders import FULL
+from benchmarks.processes import job_and_answers
 from benchmarks.work import Job
 from monet_like.capture.example_inputs import with_batch
 from monet_like.compiler.costs import measured_costs, to_profile
 from monet_like.compiler.request import Request, captured_for
+from monet_like.ir.defaults import MODE
 from monet_like.ir.profile_file import Profile
 from monet_like.ir.program import Cost
 from monet_like.profile.scaling import matched
@@ -29,7 +27,7 @@ def measure(job: Job) -> None:
     costs: Mapping[str, Cost] = {}
     own = job.batch in job.size.batches
     note = f"measured at batch {job.batch}"
-    for mode in (FULL, "normal") if own else (FULL,):
+    for mode in (MODE, "normal") if own else (MODE,):
         request = Request(model, example, mode, profile_batch=job.batch)
         captured = captured_for(request, example)
         costs, _ = measured_costs(request, captured, job.device, known=costs, timed=own)
@@ -45,13 +43,7 @@ def measure(job: Job) -> None:
     to_profile(costs, job.device, note).save(job.costs_file)
 
 
-def main() -> None:
-    """Answer on what was standard output; what libraries print goes to standard error."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    measure(Job(**json.loads(sys.argv[1])))
-    print("{}", file=answers)
-
-
 if __name__ == "__main__":
-    main()
+    job, answers = job_and_answers()
+    measure(job)
+    print("{}", file=answers)

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import click
 import torch
 
+from benchmarks.rows import markdown_table
 from monet_like.capture.captured import Captured
 from monet_like.capture.example_inputs import example_of
 from monet_like.compiler.request import Request, captured_for
@@ -120,10 +121,11 @@ def main(profile_file: Path, model: str, inputs: str, autocast: str, mode: str, 
     found = rows((task for task in plain if task.runs != "again"), profile.costs, roofline(captured, limits))
     shown = [*found[:most], *([together("others", found[most:])] if found[most:] else []), together("all", found)]
     print(f"{model}, {inputs}{f', {autocast}' if autocast else ''}; {profile.device}\n")
-    print("| operator | in a step | measured | predicted | ratio |\n|---|---|---|---|---|")
+    cells = []
     for row in shown:
         ratio = f"{row.measured / row.predicted:.2f}" if row.predicted else ""
-        print(f"| {row.kind} | {row.count} | {1e3 * row.measured:.2f} ms | {1e3 * row.predicted:.2f} ms | {ratio} |")
+        cells.append((row.kind, row.count, f"{1e3 * row.measured:.2f} ms", f"{1e3 * row.predicted:.2f} ms", ratio))
+    print(markdown_table(("operator", "in a step", "measured", "predicted", "ratio"), cells))
 
 
 if __name__ == "__main__":

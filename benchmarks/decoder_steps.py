@@ -18,11 +18,9 @@ less right.
 
 from __future__ import annotations
 
-import gc
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -34,8 +32,8 @@ import torch
 from torch import Tensor, nn
 
 import monet_like
-from benchmarks.rows import write_rows
-from benchmarks.worker import apart
+from benchmarks.rows import markdown_table, write_rows
+from benchmarks.worker import apart, emptied
 from monet_like.errors import MonetError
 from monet_like.files import write_atomically
 from monet_like.ir.units import format_bytes
@@ -228,15 +226,6 @@ def adapters_of(model: nn.Module) -> dict[str, Tensor | None]:
     return {name: None if grad is None else grad.cpu() for name, grad in trained}
 
 
-@contextmanager
-def emptied(device: torch.device) -> Iterator[None]:
-    """Give everything back at the end that nobody holds."""
-    yield
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
 def in_float32(of: Setting) -> dict[str, Tensor | None]:
     """Gradients of plain PyTorch's step with all weights in float32, checkpointed, which changes no bit of them."""
     model = checkpointed(of).model.float()
@@ -290,27 +279,23 @@ def measured(
 def markdown(of: Setting, rows: list[Row]) -> str:
     """The table."""
     words = f"{of.shape.blocks} layers of {of.shape.width}, {of.batch} x {of.length} tokens"
-    text = (
-        f"# `python -m benchmarks.decoder_steps`: {device_name(of.device)}\n\n{words}; torch {torch.__version__}.\n\n"
-    )
+    title = f"# `python -m benchmarks.decoder_steps`: {device_name(of.device)}"
     columns = ["contender", "peak", "predicted", "reserved", "step", "against plain", "setup", "off"]
     exact = any(row.float32_error for row in rows)
     columns += ["off float32"] * exact
-    text += f"| {' | '.join(columns)} |\n" + "|---" * len(columns) + "|\n"
+    lines = []
     base = next((row.seconds for row in rows if row.contender == "plain" and row.seconds), 0.0)
     for row in rows:
         if row.status != "measured":
-            text += f"| {row.contender} | {row.status} |" + " |" * (len(columns) - 2) + "\n"
+            lines.append([row.contender, row.status, *[""] * (len(columns) - 2)])
             continue
         predicted = format_bytes(row.predicted_bytes) if row.predicted_bytes else ""
         reserved = format_bytes(row.reserved_bytes) if row.reserved_bytes else ""
         over = f"{100 * (row.seconds / base - 1):+.1f} %" if base else ""
-        text += (
-            f"| {row.contender} | {format_bytes(row.peak_bytes)} | {predicted} | {reserved} | {1e3 * row.seconds:,.1f} "
-            f"ms | {over} | {row.setup_seconds:.0f} s | {row.gradient_error:.0e} "
-            f"|{f' {row.float32_error:.0e} |' * exact}\n"
-        )
-    return text
+        cells = [row.contender, format_bytes(row.peak_bytes), predicted, reserved, f"{1e3 * row.seconds:,.1f} ms", over]
+        cells += [f"{row.setup_seconds:.0f} s", f"{row.gradient_error:.0e}"]
+        lines.append(cells + [f"{row.float32_error:.0e}"] * exact)
+    return f"{title}\n\n{words}; torch {torch.__version__}.\n\n{markdown_table(columns, lines)}\n"
 
 
 @click.command()
@@ -343,22 +328,20 @@ def main(
     of = Setting(TINY if size == "tiny" else SHAPES[f"llama_{size}"], batch, length, torch.device(where))
     rows: list[Row] = []
     wanted: dict[str, Tensor | None] = {}
-    with emptied(of.device):
-        in_32_bits = in_float32(of) if exact else None
-    words = [word for word in only.split(",") if word]
+    in_32_bits = in_float32(of) if exact else None
+    only_these = [word for word in only.split(",") if word]
     for name, make in contenders(tuple(budgets.split(",")), liger_too=kernels.runs_on(of.device.type)):
-        if words and not any(word in name for word in words):
+        if only_these and not any(word in name for word in only_these):
             continue
-        with emptied(of.device):
-            if time.monotonic() > deadline:
-                rows.append(Row(name, "not run, the time was over"))
-                continue
-            try:
-                rows.append(measured(name, make, of, steps, wanted, in_32_bits))
-            except (MonetError, RuntimeError, ImportError, AssertionError) as error:
-                rows.append(
-                    Row(name, f"{type(error).__name__}: {str(error).splitlines()[0][:150]}".replace("|", "\\|"))
-                )
+        if time.monotonic() > deadline:
+            rows.append(Row(name, "not run, the time was over"))
+            continue
+        emptied(of.device)
+        try:
+            rows.append(measured(name, make, of, steps, wanted, in_32_bits))
+        except (MonetError, RuntimeError, ImportError, AssertionError) as error:
+            words = f"{type(error).__name__}: {str(error).splitlines()[0][:150]}"
+            rows.append(Row(name, words.replace("|", "\\|")))
         print(markdown(of, rows).splitlines()[-1], file=sys.stderr, flush=True)
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)

@@ -21,6 +21,7 @@ compiles to the same graphs are measured once.
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import operator
 import time
@@ -36,8 +37,8 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import fx, nn
 
+import monet_like
 from benchmarks.inductor_fronts_nets import DEFAULT, NETS
-from benchmarks.inductor_fronts_pieces import Schedules
 from benchmarks.inductor_fronts_table import ABOVE, COMPILE, OWN, PIECES, Row, markdown
 from benchmarks.kept_prices import kept_prices
 from benchmarks.processes import ROOT
@@ -52,6 +53,7 @@ from monet_like.inductor.partitioner import PlannedPartitioner
 from monet_like.inductor.prices import device_of, measured_cost, operations_of
 from monet_like.ir.program import Cost
 from monet_like.ir.schedule import Schedule
+from monet_like.job.job import Job
 from monet_like.plan.local_search.searcher import smallest_known
 from monet_like.plan.result import Plan
 from monet_like.profile.devices import device_name
@@ -313,15 +315,23 @@ def measure_net(
 def measure_schedules(net: Net, targets: Mapping[str, int], rows: Rows, done: Callable[[int], None]) -> None:
     """Measure peaks of schedules with ``backend="inductor"``, at the budgets of the plans.
 
+    They are not priced: what they call are other operators than Inductor's, so the list of prices would be another one.
+
     Args:
         targets: settings and their budgets; 0: the least.
     """
-    made: list[Schedules] = []
+
+    @functools.cache
+    def job() -> Job:
+        return monet_like.problem(copy.deepcopy(net.model), *net.example, verbose=False)
 
     def figures(budget: int) -> dict[str, Any]:
-        if not made:
-            made.append(Schedules(net.model, net.example))
-        return made[0].figures(budget, lambda module: step_peak(module, net.example, CPU))
+        plan = job().plan(budget or job().smallest(time_limit_seconds=10.0).report.peak_bytes, quick=True)
+        module = plan.wrap(backend="inductor")
+        train_step(module, net.example)  # compiles the pieces
+        peak = step_peak(module, net.example, CPU)
+        budget = budget or plan.budget_bytes
+        return {"peak_bytes": peak, "predicted_bytes": plan.record.peak_bytes, "budget_bytes": budget}
 
     for setting, budget in targets.items():
         rows.measure(net, Row(net.name, PIECES, setting, budget_bytes=budget), partial(figures, budget))

@@ -98,11 +98,7 @@ def _of_work(name: str, batch: int, side: int, words: str = "") -> Measured:
 
 NETS: Mapping[str, Measured] = {
     "llama8": Measured(partial(llama, 8), partial(_sentences, 4), "8 layers of width 64, 4 x 128 tokens"),
-    "gpt2": Measured(
-        small_gpt2,
-        partial(tokens(512, 128), 4),
-        "2 layers of width 64, 4 x 128 tokens, no dropout",
-    ),
+    "gpt2": Measured(small_gpt2, partial(tokens(512, 128), 4), "2 layers of width 64, 4 x 128 tokens, no dropout"),
     "unet": _of_work("unet", 1, 96, "width 32, "),
     "vgg16": Measured(narrow_vgg16, partial(images, 4, 64), "a quarter of the width, batch 4, 64 pixels"),
     "vit_b_16": Measured(few_layers_of_vit, partial(images, 4, 160), "as ViT-Ti/16 with 3 layers, batch 4, 160 pixels"),

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import pandas
 import torch
+
+from benchmarks.rows import markdown_table
 
 MB = 10**6
 #: The contenders.
@@ -199,14 +200,10 @@ def _summary(rows: Sequence[Row], nets: Mapping[str, str]) -> str:
             continue
         others = [row.peak_bytes for row in found if row.contender == ABOVE]
         error = max((abs(row.predicted_bytes / row.peak_bytes - 1) for row in own), default=0.0)
-        cells = {
-            "net": net, "torch.compile": _mb(plain.peak_bytes),
-            "least measured, its budget": _mb(min(others)) if others else "-",
-            "least, planned": _mb(min(row.peak_bytes for row in own)),
-            "largest error": f"{100 * error:.1f} %",
-        }  # fmt: skip
-        lines.append(cells)
-    return _pipes(pandas.DataFrame(lines))
+        least, planned = _mb(min(others)) if others else "-", _mb(min(row.peak_bytes for row in own))
+        lines.append((net, _mb(plain.peak_bytes), least, planned, f"{100 * error:.1f} %"))
+    heads = ("net", "torch.compile", "least measured, its budget", "least, planned", "largest error")
+    return markdown_table(heads, lines)
 
 
 def _table(rows: Sequence[Row]) -> str:
@@ -214,28 +211,20 @@ def _table(rows: Sequence[Row]) -> str:
     lines = []
     order = {COMPILE: 0, ABOVE: 1, OWN: 2, PIECES: 3}
     for row in sorted(rows, key=lambda r: (order[r.contender], -r.peak_bytes)):
-        done = row.status == "measured"
-        counted = plain is not None and row.operations
-        lines.append(
-            {
-                "": row.label,
-                "peak": _mb(row.peak_bytes) if done else f"{row.status}: {row.reason.split(';')[0]}",
-                "predicted": f"{100 * (row.predicted_bytes / row.peak_bytes - 1):+.1f} %"
-                if row.predicted_bytes and done
-                else "-",
-                "arithmetic": f"{100 * (row.operations / plain.operations - 1):+.1f} %" if plain and counted else "-",
-                "priced": f"{100 * (row.priced_seconds / plain.priced_seconds - 1):+.1f} %"
-                if plain and counted
-                else "-",
-            }
-        )
-    return _pipes(pandas.DataFrame(lines))
+        peak, predicted, arithmetic, priced = f"{row.status}: {row.reason.split(';')[0]}", "-", "-", "-"
+        if row.status == "measured":
+            peak = _mb(row.peak_bytes)
+            predicted = _off(row.predicted_bytes, row.peak_bytes) if row.predicted_bytes else "-"
+        if plain is not None and row.operations:
+            arithmetic = _off(row.operations, plain.operations)
+            priced = _off(row.priced_seconds, plain.priced_seconds)
+        lines.append((row.label, peak, predicted, arithmetic, priced))
+    return markdown_table(("", "peak", "predicted", "arithmetic", "priced"), lines)
 
 
-def _pipes(table: pandas.DataFrame) -> str:
-    """A table as Markdown."""
-    lines = [list(table.columns), ["---"] * len(table.columns), *table.astype(str).values.tolist()]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+def _off(one: float, other: float) -> str:
+    """By how much the one is more than the other."""
+    return f"{100 * (one / other - 1):+.1f} %"
 
 
 def _mb(count: int) -> str:

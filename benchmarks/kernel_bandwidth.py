@@ -19,6 +19,7 @@ import click
 import torch
 from torch import Tensor
 
+from benchmarks.rows import markdown_table
 from monet_like import ops
 
 #: Share of the copy's GB/s.
@@ -178,14 +179,14 @@ def rated(work: Work, tensor: str) -> Row:
 
 def markdown(rows: list[Row]) -> str:
     """The rows as a table."""
-    name = torch.cuda.get_device_name()
-    lines = [f"# `python -m benchmarks.kernel_bandwidth`\n\n{name}, torch {torch.__version__}\n"]
-    lines += ["| kernel | tensor | GB/s | copy_ GB/s | share | bound by |", "|---|---|---|---|---|---|"]
+    title = f"# `python -m benchmarks.kernel_bandwidth`\n\n{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    lines = []
     for row in rows:
         share = f"**{row.share:.2f}**" if row.fails else f"{row.share:.2f}"
-        bound_by = row.bound_by or "memory"
-        lines.append(f"| {row.name} | {row.tensor} | {row.gigabytes:.0f} | {row.copied:.0f} | {share} | {bound_by} |")
-    return "\n".join(lines) + "\n"
+        rates = f"{row.gigabytes:.0f}", f"{row.copied:.0f}"
+        lines.append((row.name, row.tensor, *rates, share, row.bound_by or "memory"))
+    heads = ("kernel", "tensor", "GB/s", "copy_ GB/s", "share", "bound by")
+    return f"{title}\n\n{markdown_table(heads, lines)}\n"
 
 
 @click.command()

@@ -37,6 +37,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.rows import markdown_table
 from monet_like import build, toolchain
 from monet_like.errors import MonetError
 from monet_like.ir.frames import csv_text, frame
@@ -531,18 +532,8 @@ def rows_of_built(built: Path, names: Sequence[str], architectures: Sequence[str
 
 
 HEADER = (
-    "arch",
-    "kernel",
-    "per element",
-    "per byte",
-    "issue",
-    "load",
-    "store",
-    "divisions",
-    "registers",
-    "shared",
-    "resident",
-    "problems",
+    *("arch", "kernel", "per element", "per byte", "issue", "load", "store", "divisions", "registers", "shared"),
+    *("resident", "problems"),
 )
 
 
@@ -561,16 +552,12 @@ def cells(row: Row) -> list[str]:
 
 def markdown(rows: Sequence[Row]) -> str:
     """The committed result."""
-    lines = [
-        "# `python -m benchmarks.kernel_code`",
-        "",
+    return (
+        "# `python -m benchmarks.kernel_code`\n\n"
         "Read from compiled code (nvcc, cuobjdump), not measured on a GPU. Columns are explained in "
-        "`benchmarks/kernel_code.py`, which also states the bounds of every kernel and fails when one leaves them.",
-        "",
-        "| " + " | ".join(HEADER) + " |",
-        "|" + "---|" * len(HEADER),
-    ]
-    return "\n".join([*lines, *("| " + " | ".join(cells(row)) + " |" for row in rows)]) + "\n"
+        "`benchmarks/kernel_code.py`, which also states the bounds of every kernel and fails when one leaves them.\n\n"
+        f"{markdown_table(HEADER, map(cells, rows))}\n"
+    )
 
 
 @click.command()

@@ -177,11 +177,7 @@ def caches(x: Tensor) -> Iterator[Pair]:
             offsets.clone,
         ),
         ("a tenth kept", lambda: registered.pack_largest(x, keep), x.clone),
-        (
-            "a tenth unpacked",
-            lambda: registered.unpack_largest(largest, keep, x.shape, x.dtype, stride),
-            x.clone,
-        ),
+        ("a tenth unpacked", lambda: registered.unpack_largest(largest, keep, x.shape, x.dtype, stride), x.clone),
         ("8 bits kept", lambda: registered.pack_int8(x), x.clone),
         ("8 bits unpacked", lambda: registered.unpack_int8(eighths, x.shape, x.dtype, stride), x.clone),
     )
@@ -228,11 +224,7 @@ def norm_pairs(x: Tensor, grad: Tensor) -> Iterator[Pair]:
     fused = partial(registered.rms_norm, x, w, 1, 1e-6, half, x.dtype)
     fused_backward = partial(registered.rms_norm_backward, grad, x, w, rstd, None, 1)
     yield "RMS norm", fused, forward
-    yield (
-        "RMS norm again",
-        lambda: registered.rms_norm_apply(x, w, rstd, 1, half, x.dtype),
-        lambda: again(x, rstd),
-    )
+    yield ("RMS norm again", lambda: registered.rms_norm_apply(x, w, rstd, 1, half, x.dtype), lambda: again(x, rstd))
     yield "gradient of RMS norm", fused_backward, backward
     yield "RMS norm and its gradient", lambda: (fused(), fused_backward()), lambda: (forward(), backward())
 

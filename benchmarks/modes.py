@@ -15,8 +15,7 @@ from pathlib import Path
 
 import click
 
-from benchmarks.certified import CPU, MODELS
-from monet_like.cli.problem import read_problem
+from benchmarks.certified import CPU, MODELS, problem_of
 from monet_like.compiler.pipeline import prepare
 from monet_like.compiler.prepared import Prepared
 from monet_like.errors import InfeasibleError, SolverError
@@ -64,19 +63,14 @@ def main(models: str, shares: str, seconds: float, ablation: bool, write: bool) 
     """Print a table for every model."""
     wanted = [float(text) / 100 for text in shares.split(",")]
     for name in models.split(","):
-        expression, batch = MODELS[name]
-        lines = [f"## {name}, batch {batch}{', nothing run again' if ablation else ''}", ""]
+        lines = [f"## {name}, batch {MODELS[name][1]}{', nothing run again' if ablation else ''}", ""]
         lines += [
             f"| mode | {' | '.join(f'{100 * share:.0f} %' for share in wanted)} |",
             f"|---|{'---|' * len(wanted)}",
         ]
         print("", *lines, sep="\n", flush=True)
         for mode in MONET_MODES:
-            problem = read_problem(
-                model=expression, batch=str(batch), budget="1", mode=mode, solver="HIGHS", device="cpu",
-                dtype="float32", input_shape=None,
-            )  # fmt: skip
-            request = replace(problem.request, ablation=ablation)
+            request = replace(problem_of(name, mode).request, ablation=ablation)
             ready = prepare(request, CPU, profile=DEVICES["a100"])
             lines.append(f"| {mode} | {' | '.join(cell(ready, share, seconds) for share in wanted)} |")
             print(lines[-1], flush=True)

@@ -19,13 +19,13 @@ import click
 
 from benchmarks.monet_rules import Table, Verdict, judge, monet_stages, published_stages, read_table
 from monet_like.errors import MonetError, SolverError
+from monet_like.ir.defaults import MODE
 from monet_like.ir.schedule import Schedule
 from monet_like.plan.ilp.search import Search
 from monet_like.plan.local_search.searcher import find_start
 from monet_like.plan.result import Plan
 
 MODELS = ("resnet50_184", "googlenet_320", "mobilenet_v2_272", "unet_11", "vgg16_176")
-FULL = "inplace_conv_multiway_newnode"
 #: Seconds for another turn.
 LEAST_SECONDS = 5.0
 #: Short local searches before the first search, at most.
@@ -127,7 +127,7 @@ def main(data: Path, solver: str, seconds: float, gap: float, models: str, budge
         table = read_table(data / f"{name}.json")
         check_judge(table)
         for solution in table.data["solutions"]:
-            if solution["mode"] != FULL or solution.get("monet_predicted_ms") is None:
+            if solution["mode"] != MODE or solution.get("monet_predicted_ms") is None:
                 continue
             if only and solution["budget_gb"] not in only:
                 continue

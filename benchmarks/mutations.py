@@ -15,7 +15,6 @@ import json
 import pickle
 import random
 import resource
-import signal
 import struct
 import sys
 import tempfile
@@ -23,7 +22,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ import torch
 from torch import nn
 
 from benchmarks.resident_memory import status_bytes
+from benchmarks.verdicts import limited
 from monet_like.capture.captured import Captured
 from monet_like.capture.example_inputs import Example
 from monet_like.cli.inspect import show_record
@@ -59,14 +59,8 @@ MOST_BYTES = 2 * 2**30
 BUDGETS, SHARES = (0.6, 1.0, 2.0), (0.7, 0.8, 0.85, 0.9, 0.95, 1.0)
 #: Calls of the interpreter that no file may cause.
 FORBIDDEN = (
-    "pickle.find_class",
-    "os.system",
-    "os.exec",
-    "os.posix_spawn",
-    "os.fork",
-    "subprocess.Popen",
-    "socket.connect",
-)
+    "pickle.find_class", "os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "socket.connect",
+)  # fmt: skip
 
 
 class Pictures(nn.Module):
@@ -330,7 +324,7 @@ class Mutations:
         self._ran.clear()
         use = self._schedule if kind.startswith("schedule") else self._profile
         try:
-            with _limited(LIMIT_SECONDS), warnings.catch_warnings(), redirect_stdout(io.StringIO()):
+            with limited(LIMIT_SECONDS, _TooLongError()), warnings.catch_warnings(), redirect_stdout(io.StringIO()):
                 warnings.simplefilter("ignore")
                 end, told = use(subject, path, draw)
         except MonetError as error:
@@ -402,22 +396,6 @@ class Mutations:
             request, lambda plain: int(share * plain), CPU, profile=profile, captured=subject.captured
         )
         return self._trained(subject, compiled.record)
-
-
-@contextmanager
-def _limited(seconds: float) -> Iterator[None]:
-    """Raise if it takes longer."""
-
-    def late(*_: Any) -> None:
-        raise _TooLongError
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def summary(outcomes: list[Outcome], seed: int) -> str:

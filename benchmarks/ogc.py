@@ -23,6 +23,7 @@ from monet_like.compiler.pipeline import plan_for, prepare
 from monet_like.compiler.prepared import Prepared
 from monet_like.errors import InfeasibleError, SolverError
 from monet_like.files import write_atomically
+from monet_like.ir.defaults import MODE
 from monet_like.ir.units import MIB
 from monet_like.plan import Plan
 from monet_like.plan.budgets import smallest_budget
@@ -134,8 +135,7 @@ def measure(name: str, seconds: float, smallest_seconds: float) -> Row:
     """Plan a net in three ways; memory is without stationary memory throughout."""
     arch, published = find_arch(name), PUBLISHED[name]
     problem = read_problem(
-        model=arch.model, batch=str(arch.batch), budget="1", mode="inplace_conv_multiway_newnode", solver="HIGHS",
-        device="cpu", dtype="float32", input_shape=f"3,{arch.size},{arch.size}", time_limit=seconds,
+        model=arch.model, batch=str(arch.batch), budget="1", mode=MODE, solver="HIGHS", device="cpu", dtype="float32", input_shape=f"3,{arch.size},{arch.size}", time_limit=seconds,
     )  # fmt: skip
     ready: Prepared
     request = replace(problem.request, made_last=())  # gradients exist before the step as well as after it

@@ -20,6 +20,7 @@ import pandas as pd
 from scipy.optimize import minimize
 
 from monet_like.capture.captured import Captured, distinct_tasks
+from monet_like.ir.defaults import MODE
 from monet_like.ir.mode import ALGORITHMS
 from monet_like.ir.profile_file import Profile
 from monet_like.profile.devices import DEVICES, DeviceLimits
@@ -28,6 +29,7 @@ from monet_like.profile.roofline import operation_seconds
 from monet_like.profile.work import Operation, works_of
 
 from .datasheet_error import captured_from, profile_options
+from .rows import markdown_table
 
 HERE = Path(__file__).parent / "results" / "cuda-nvidia-h200" / "operators.csv"
 #: With fewer operators than this, factors are not fitted.
@@ -126,7 +128,7 @@ def main() -> None:
 
 
 @main.command()
-@profile_options("inplace_conv_multiway_newnode")
+@profile_options(MODE)
 @click.option("--out", type=click.Path(path_type=Path), default=HERE, show_default=True)
 def collect(profile_file: Path, model: str, inputs: str, autocast: str, mode: str, out: Path) -> None:
     """Add a profile's operators to a table of them."""
@@ -148,8 +150,7 @@ def print_table(operators: Path, device: str) -> None:
     timed = from_frame(pd.read_csv(operators))
     print(f"{len(timed)} operators; rates of {DEVICES[device].source}\n")
     found = table(timed, DEVICES[device])
-    for cells in (found.columns, ["---"] * len(found.columns), *found.itertuples(index=False)):
-        print(f"| {' | '.join(map(str, cells))} |")
+    print(markdown_table(list(found.columns), found.itertuples(index=False)))
 
 
 if __name__ == "__main__":

@@ -18,9 +18,8 @@ from pathlib import Path
 
 import click
 
-from benchmarks.certified import CPU, MODELS
+from benchmarks.certified import CPU, MODELS, problem_of
 from monet_like.capture.captured import Captured
-from monet_like.cli.problem import read_problem
 from monet_like.compiler.pipeline import plan_for, prepare
 from monet_like.errors import InfeasibleError, SolverError
 from monet_like.files import write_atomically
@@ -32,7 +31,6 @@ from monet_like.replay.memory.placement import Lifetime, most_at_once, place
 
 PAGE = Path(__file__).parent / "results" / "placement.md"
 MIB, GB = 2**20, 10**9
-MODE = "inplace_conv_multiway_newnode"
 
 
 def lifetimes(
@@ -124,12 +122,7 @@ def main(models: str, shares: str, write: bool) -> None:
     ]  # fmt: skip
     print(*lines, sep="\n", flush=True)
     for name in models.split(","):
-        expression, batch = MODELS[name]
-        problem = read_problem(
-            model=expression, batch=str(batch), budget="1", mode=MODE, solver="HIGHS", device="cpu", dtype="float32",
-            input_shape=None,
-        )  # fmt: skip
-        request = replace(problem.request, strategy="heuristic")
+        request = replace(problem_of(name).request, strategy="heuristic")
         ready = prepare(request, CPU, profile=DEVICES["a100"])
         for share in (float(text) / 100 for text in shares.split(",")):
             try:

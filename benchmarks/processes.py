@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import select
 import signal
@@ -14,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from benchmarks.work import Job
 
@@ -47,11 +48,7 @@ class Running:
     """
 
     def __init__(
-        self,
-        job: Job,
-        environment: Mapping[str, str],
-        python: str = sys.executable,
-        module: str = "benchmarks.worker",
+        self, job: Job, environment: Mapping[str, str], python: str = sys.executable, module: str = "benchmarks.worker"
     ) -> None:
         self.job = job
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
@@ -107,6 +104,16 @@ class Running:
                 self._process.kill()
                 self._process.wait()
         self._errors.close()
+
+
+def job_and_answers() -> tuple[Job, TextIO]:
+    """In such a process: its job, and the file for its answers, which was standard output.
+
+    What libraries print goes to standard error from now on.
+    """
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    return Job(**json.loads(sys.argv[1])), answers
 
 
 def last_words(errors: str) -> str:

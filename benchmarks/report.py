@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.contenders import CONTENDERS
-from benchmarks.rows import Point, Trial
+from benchmarks.rows import Point, Trial, markdown_table
 from benchmarks.work import WORK, Job
 from monet_like.files import write_atomically
 
@@ -94,11 +94,6 @@ def _name(model: str, batch: int, suite: str) -> str:
     return f"{model}, batch {batch}, {what}"
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
-
-
 def _order(point: Point) -> tuple[int, int, int]:
     contender = CONTENDERS[point.contender]
     known = contender.settings.index(point.setting) if point.setting in contender.settings else len(contender.settings)
@@ -107,9 +102,7 @@ def _order(point: Point) -> tuple[int, int, int]:
 
 def _points_table(points: Sequence[Point], suite: str) -> str:
     process = "process" if suite == "cpu" else "reserved"
-    heads = (
-        *("", "peak", process, "step, median", "± quartiles", "against plain", "planned in", "gradients"),
-    )  # fmt: skip
+    heads = ("", "peak", process, "step, median", "± quartiles", "against plain", "planned in", "gradients")
     rows = []
     for p in sorted(points, key=_order):
         if p.status != "measured":
@@ -124,7 +117,7 @@ def _points_table(points: Sequence[Point], suite: str) -> str:
                 f"{right}, {p.gradient_error:.0e}{against}" if p.gradient_error else "equal",
             )
         )  # fmt: skip
-    return _table(heads, rows)
+    return markdown_table(heads, rows) + "\n"
 
 
 def _escaped(text: str) -> str:
@@ -215,7 +208,7 @@ def _predictions(points: Sequence[Point]) -> str:
         "model", "", "predicted peak", "measured", "off", "predicted step", "measured", "off", "off, relative to plain",
         "plain's off", "gap",
     )  # fmt: skip
-    return f"{accuracy(found)}\n\n{_table(heads, rows)}"
+    return f"{accuracy(found)}\n\n{markdown_table(heads, rows)}\n"
 
 
 def _batches(trials: Sequence[Trial]) -> str:
@@ -250,16 +243,10 @@ def _batches(trials: Sequence[Trial]) -> str:
                 (label, str(fitting[-1].batch), _change(1 + fitting[-1].overhead),
                  f"{cheap[-1].batch} ({_change(1 + cheap[-1].overhead)})" if cheap else "-", beyond)
             )  # fmt: skip
-        heads = (
-            "",
-            "largest batch",
-            "time per sample",
-            f"largest at most {_share(OVERHEAD_GOAL)} slower",
-            "the next one tried",
-        )
-        text += (
-            f"{model}: {_mb(limit)} a step, which plain PyTorch's batch {base} just fits.\n\n{_table(heads, rows)}\n"
-        )
+        slower = f"largest at most {_share(OVERHEAD_GOAL)} slower"
+        heads = ("", "largest batch", "time per sample", slower, "the next one tried")
+        text += f"{model}: {_mb(limit)} a step, which plain PyTorch's batch {base} just fits.\n\n"
+        text += markdown_table(heads, rows) + "\n\n"
         if "monet_like" in largest and PLAIN in largest:
             cheap = [t.batch for t in here if t.contender == "monet_like" and t.status == "fits"
                      and t.overhead <= OVERHEAD_GOAL]  # fmt: skip
@@ -354,7 +341,7 @@ def write_report(folder: Path, suite: str, points: Sequence[Point], trials: Sequ
             if p.status == "measured" else (p.label, "-", "-", f"{p.status}: {_escaped(p.reason)}")
             for p in sorted(aside, key=_order)
         ]  # fmt: skip
-        text += _table(("", "error of the gradients, relative", "against", ""), rows)
+        text += markdown_table(("", "error of the gradients, relative", "against", ""), rows) + "\n"
     text += f"\n## Predicted and measured\n\n{_predictions(points)}"
     text += f"\n## The largest batch under a limit\n\n{_batches(trials)}"
     write_atomically(folder / "rivals.md", (text.rstrip() + "\n").encode())

@@ -1,4 +1,4 @@
-"""What was measured, as rows of CSV files that are always whole."""
+"""What was measured, as rows of CSV files that are always whole, and as tables in Markdown."""
 
 from __future__ import annotations
 
@@ -142,6 +142,12 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
     """Write all rows, in order of their keys, or nothing."""
     if found := list(rows):
         write_csv(to_frame(found), path)
+
+
+def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table in Markdown, without a line break at its end."""
+    lines = (f"| {' | '.join(map(str, cells))} |" for cells in rows)
+    return "\n".join([f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *lines])
 
 
 def merged(rows: list[Row], more: Iterable[Row]) -> list[Row]:

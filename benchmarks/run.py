@@ -391,9 +391,7 @@ def _chosen(text: str, known: Sequence[str], what: str) -> list[str]:
 @click.option("--contenders", default=",".join(CONTENDERS), show_default=True)
 @click.option("--parts", default="points,dropout,batches", show_default=True, help="What to measure.")
 @click.option(
-    "--quick",
-    is_flag=True,
-    help="Few settings; the largest batch of the first model and the essential contenders.",
+    "--quick", is_flag=True, help="Few settings; the largest batch of the first model and the essential contenders."
 )
 @click.option("--steps", default=7, show_default=True, help="Timed steps of each.")
 @click.option("--together", type=int, help="Processes that take turns with plain PyTorch's; default 4, on a GPU 1.")
@@ -422,14 +420,7 @@ def main(
     pairs = pairs_of(named, quick)
     with tempfile.TemporaryDirectory() as scratch:
         suite = Suite(
-            name,
-            folder,
-            steps,
-            together or (4 if name == "cpu" else 1),
-            seconds,
-            deadline,
-            Path(scratch),
-            pythons,
+            name, folder, steps, together or (4 if name == "cpu" else 1), seconds, deadline, Path(scratch), pythons
         )
         if again:
             suite.points = [p for p in suite.points if p.model not in chosen or (p.contender, p.setting) not in pairs]

@@ -24,13 +24,13 @@ from monet_like.capture.example_inputs import Example
 from monet_like.compiler.pipeline import make_record, plan_for, prepare
 from monet_like.compiler.request import Request
 from monet_like.errors import InfeasibleError, SolverError
+from monet_like.ir.defaults import MODE
 from monet_like.models import UNet
 from monet_like.replay.verify.steps import step_peak, step_seconds
 from monet_like.replay.wrapper import ScheduleWrapper
 
 MB = 10**6
 CPU = torch.device("cpu")
-FULL = "inplace_conv_multiway_newnode"
 
 
 class Head(nn.Module):
@@ -100,7 +100,7 @@ def table(name: str, shares: list[float], mode: str, steps: int, seconds: float)
 @click.command()
 @click.option("--models", default=",".join(MODELS), show_default=True)
 @click.option("--shares", default="100,70,50,40,33", show_default=True, help="Percent of plain PyTorch's peak.")
-@click.option("--mode", default=FULL, show_default=True)
+@click.option("--mode", default=MODE, show_default=True)
 @click.option("--steps", default=5, show_default=True, help="Timed steps of each contender.")
 @click.option("--seconds", default=60.0, show_default=True, help="For the solver, per budget.")
 def main(models: str, shares: str, mode: str, steps: int, seconds: float) -> None:

@@ -18,7 +18,7 @@ import click
 
 from benchmarks.processes import ROOT
 from benchmarks.report import MB, OVERHEAD_GOAL, PLAIN, SAME_TIME, accuracy, planned, trusted
-from benchmarks.rows import Point, Trial, read_rows
+from benchmarks.rows import Point, Trial, markdown_table, read_rows
 from benchmarks.work import WORK
 from monet_like.cli.zoo.table import write_into
 from monet_like.errors import UsageError
@@ -94,15 +94,16 @@ def _range(found: Mapping[str, float], digits: str, unit: str, of: str) -> str:
 
 
 def _table(points: Sequence[Point]) -> str:
-    heads = "| peak, step against plain PyTorch's | plain | checkpoint per block | smallest of torch.compile's "
-    heads += f"| monet_like, fastest | at most {100 * SAME_TIME:g} % slower than plain | at most {100 * USEFUL:g} % |"
-    rows = [heads, "|---|---|---|---|---|---|---|"]
+    heads = ["peak, step against plain PyTorch's", "plain", "checkpoint per block", "smallest of torch.compile's"]
+    heads += ["monet_like, fastest", f"at most {100 * SAME_TIME:g} % slower than plain", f"at most {100 * USEFUL:g} %"]
+    rows = []
     for model, batch in sorted(
         {(p.model, p.batch) for p in points}, key=lambda pair: (list(WORK).index(pair[0]), pair)
     ):
         here = [p for p in points if (p.model, p.batch) == (model, batch) and p.correct]
         ours = [p for p in here if p.contender in OURS]
         cells = (
+            f"{model}, batch {batch}",
             _least(p for p in here if p.contender == PLAIN),
             _least(p for p in here if p.contender == "checkpoint per block"),
             _least(p for p in here if p.contender.startswith("torch.compile")),
@@ -110,8 +111,8 @@ def _table(points: Sequence[Point]) -> str:
             _least(p for p in ours if p.ratio <= 1 + SAME_TIME),
             _least(p for p in ours if p.ratio <= 1 + USEFUL),
         )
-        rows.append(f"| {model}, batch {batch} | {' | '.join(cells)} |")
-    return "\n".join(rows)
+        rows.append(cells)
+    return markdown_table(heads, rows)
 
 
 def _least(points: Iterable[Point]) -> str:
@@ -138,8 +139,8 @@ def _pictures(points: Sequence[Point], links: str) -> str:
 
 
 def _batches(trials: Sequence[Trial]) -> str:
-    heads = "| a step may hold | plain PyTorch | checkpoint per block | largest of torch.compile's | monet_like | "
-    rows = [heads + f"at most {100 * OVERHEAD_GOAL:.0f} % slower |", "|---|---|---|---|---|---|"]
+    heads = ["a step may hold", "plain PyTorch", "checkpoint per block", "largest of torch.compile's", "monet_like"]
+    rows = []
     for model in sorted({t.model for t in trials}, key=list(WORK).index):
         here = [t for t in trials if t.model == model and t.status == "fits"]
         plain, ours, cheap = _ours(trials, model)
@@ -155,8 +156,8 @@ def _batches(trials: Sequence[Trial]) -> str:
         cells = [_batch(t, at_least=t is not None and t.contender not in ended) for t in others]
         if cheap is not None:
             cells[-1] += f": {cheap.batch / plain.batch:.1f} times plain's"
-        rows.append(f"| {model}, {plain.limit_bytes / MB:,.0f} MB | {plain.batch} | {' | '.join(cells)} |")
-    return "\n".join(rows)
+        rows.append([f"{model}, {plain.limit_bytes / MB:,.0f} MB", plain.batch, *cells])
+    return markdown_table([*heads, f"at most {100 * OVERHEAD_GOAL:.0f} % slower"], rows)
 
 
 def _ours(trials: Sequence[Trial], model: str) -> tuple[Trial | None, Trial | None, Trial | None]:

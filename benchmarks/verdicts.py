@@ -49,7 +49,7 @@ def judged(name: str, judge: Callable[[], tuple[str, object]], most_seconds: int
     """
     started = time.monotonic()
     try:
-        with _limit(most_seconds), warnings.catch_warnings():
+        with limited(most_seconds, TimeoutError(f"more than {most_seconds} s")), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             status, detail = judge()
     except TimeoutError as error:
@@ -70,16 +70,18 @@ def refusal(error: Exception) -> tuple[str, Exception]:
 
 
 @contextlib.contextmanager
-def _limit(seconds: int) -> Iterator[None]:
+def limited(seconds: float, late: BaseException) -> Iterator[None]:
+    """Raise ``late`` within if it takes more seconds; 0: it may take any."""
+
     def stop(*_: object) -> None:
-        raise TimeoutError(f"more than {seconds} s")
+        raise late
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
 

@@ -212,10 +212,7 @@ _PROBE = Size(probe, lambda batch: ((torch.randn(batch, 32, dtype=torch.float64)
 _TINY = Size(_models.resnet18, sized(64), (4,), "64 pixels")
 #: Not among the models that are compared: what tells whether dropout is right, and what the tests use.
 ASIDE: Mapping[str, Work] = MappingProxyType(
-    {
-        "dropout": Work(_PROBE, _PROBE, ("Residual",), _itself),
-        "resnet18": Work(_TINY, _TINY, ("BasicBlock",), _resnet),
-    }
+    {"dropout": Work(_PROBE, _PROBE, ("Residual",), _itself), "resnet18": Work(_TINY, _TINY, ("BasicBlock",), _resnet)}
 )
 
 

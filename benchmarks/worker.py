@@ -14,7 +14,6 @@ import copy
 import ctypes
 import gc
 import json
-import os
 import resource
 import sys
 import time
@@ -27,6 +26,7 @@ from torch import nn
 
 from benchmarks.contenders import CONTENDERS, Built
 from benchmarks.malloc import keep_freed
+from benchmarks.processes import job_and_answers
 from benchmarks.resident_memory import resident_peak, status_bytes
 from benchmarks.work import Job
 from monet_like.capture.example_inputs import Example
@@ -84,6 +84,15 @@ class Ready(Verdict):
     predicted_seconds: float
     predicted_plain_seconds: float
     gap: float
+
+
+def emptied(device: torch.device) -> None:
+    """Give everything back that nobody holds."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def gradients_of(model: nn.Module, example: Example) -> Tensors:
@@ -192,12 +201,8 @@ class Worker:
     def _forget(self) -> None:
         """Nothing is held but the module and its inputs, nor kept by an allocator."""
         self.module.zero_grad(set_to_none=True)
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(self.device)
-        else:
+        emptied(self.device)
+        if self.device.type == "cpu":
             ctypes.CDLL(None).malloc_trim(0)
 
     def step(self) -> float:
@@ -243,10 +248,8 @@ class Worker:
 
 
 def main() -> None:
-    """Answer on what was standard output; what libraries print goes to standard error."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    job = Job(**json.loads(sys.argv[1]))
+    """Answer each line of standard input by one."""
+    job, answers = job_and_answers()
     worker = Worker(job)
     print(json.dumps(asdict(worker.ready)), file=answers)
     for line in sys.stdin:

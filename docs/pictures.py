@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from monet_like.capture.captured import fake_mode
 from monet_like.compiler.pipeline import Compiled, compile_schedule
 from monet_like.compiler.request import Request
+from monet_like.ir.defaults import MODE
 from monet_like.ir.simulate import Report
 from monet_like.ir.units import GIB
 from monet_like.profile.devices import DEVICES
@@ -245,8 +246,7 @@ def compiled() -> Compiled:
     model = torchvision.models.resnet18().train()
     with fake_mode():
         images = torch.empty(BATCH, 3, 224, 224)
-    mode, gpu = "inplace_conv_multiway_newnode", torch.device("cuda", 0)
-    request = Request(model, ((images,), {}), mode, strategy="heuristic", target=gpu)
+    request = Request(model, ((images,), {}), MODE, strategy="heuristic", target=torch.device("cuda", 0))
     return compile_schedule(request, lambda plain: int(SHARE * plain), torch.device("cpu"), profile=DEVICES["a100"])
 
 

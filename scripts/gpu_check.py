@@ -6,7 +6,6 @@ Plans are made by the local search, in as many processes as there are cores; no 
 from __future__ import annotations
 
 import copy
-import gc
 import os
 import re
 import subprocess
@@ -25,9 +24,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.rows import write_rows
+from benchmarks.rows import markdown_table, write_rows
 from benchmarks.work import ASIDE, WORK
-from benchmarks.worker import apart, gradients_of, rounding_of
+from benchmarks.worker import apart, emptied, gradients_of, rounding_of
 from monet_like.build import library_path
 from monet_like.capture.captured import Captured
 from monet_like.capture.example_inputs import example_of
@@ -36,6 +35,7 @@ from monet_like.compiler.costs import measured_costs, to_profile
 from monet_like.compiler.request import Request, captured_for
 from monet_like.errors import MonetError
 from monet_like.files import write_atomically
+from monet_like.ir.defaults import MODE
 from monet_like.ir.mode import ALGORITHMS
 from monet_like.ir.profile_file import Profile
 from monet_like.ir.schedule_file import InputSpec, ScheduleRecord
@@ -50,8 +50,8 @@ from monet_like.zoo.registry import FILE_NAME, Registry
 
 ROOT = Path(__file__).resolve().parents[1]
 MB, GIB = 10**6, 2**30
-FULL = "inplace_conv_multiway_newnode"
-ALL = f"{FULL}_{ALGORITHMS}"
+CPU = torch.device("cpu")
+ALL = f"{MODE}_{ALGORITHMS}"
 #: Class names of the modules that a user would give to ``torch.utils.checkpoint``.
 BLOCKS = {
     "LlamaDecoderLayer",
@@ -73,7 +73,7 @@ class Work:
     model: str
     inputs: tuple[InputSpec, ...]
     autocast: str = ""
-    mode: str = FULL
+    mode: str = MODE
     budgets: tuple[str, ...] = ()
 
     @property
@@ -99,17 +99,17 @@ FIRST = (
         "monet_like.zoo.models.llama_1b()",
         (InputSpec((4, 2048), "int64"),),
         "bfloat16",
-        FULL,
+        MODE,
         ("70%", "60%", "50%", "40%", "30%"),
     ),
-    Work("torchvision.models.mobilenet_v2()", _images(272, 3, 224, 224), "", FULL, ("10", "8", "6", "5")),
+    Work("torchvision.models.mobilenet_v2()", _images(272, 3, 224, 224), "", MODE, ("10", "8", "6", "5")),
     Work("torchvision.models.vgg16()", _images(176, 3, 224, 224), "", ALL, ("10", "8", "7", "6")),
     Work("unet", _images(11, 3, 416, 608), "", ALL, ("10", "8", "6", "5")),
     Work(
-        "torchvision.models.googlenet(init_weights=False)", _images(320, 3, 224, 224), "", FULL, ("10", "8", "6", "5")
+        "torchvision.models.googlenet(init_weights=False)", _images(320, 3, 224, 224), "", MODE, ("10", "8", "6", "5")
     ),
-    Work("monet_like.zoo.models.gpt2()", (InputSpec((8, 1024), "int64"),), "bfloat16", FULL, ("50%", "40%")),
-    Work("monet_like.models.volumes.nnunet_large()", _images(2, 1, 160, 224, 192), "", FULL, ("70%", "50%", "35%")),
+    Work("monet_like.zoo.models.gpt2()", (InputSpec((8, 1024), "int64"),), "bfloat16", MODE, ("50%", "40%")),
+    Work("monet_like.models.volumes.nnunet_large()", _images(2, 1, 160, 224, 192), "", MODE, ("70%", "50%", "35%")),
 )
 
 
@@ -157,21 +157,8 @@ class Replay:
         return self.model, self.file
 
 
-def emptied(device: torch.device) -> None:
-    """Give everything back that nobody holds."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def on_cpu(gradients: Tensors) -> Tensors:
-    """The same, where they take no memory of the device."""
-    return {name: tensor.cpu() if tensor is not None else None for name, tensor in gradients.items()}
-
-
-def on_device(gradients: Tensors, device: torch.device) -> Tensors:
-    """The same, where a further step's are."""
+def moved(gradients: Tensors, device: torch.device) -> Tensors:
+    """The same on a device: on the CPU, where they take none of the GPU's memory, or where a further step's are."""
     return {name: tensor.to(device) if tensor is not None else None for name, tensor in gradients.items()}
 
 
@@ -221,7 +208,7 @@ class Plain:
             gradients = gradients_of(self.model, self.example)
             self.model.zero_grad(set_to_none=True)
             self.rounding = rounding_of(self.model, self.example, gradients)
-        self.gradients = on_cpu(gradients)
+        self.gradients = moved(gradients, CPU)
         del gradients
         emptied(device)
         self.peak_bytes = step_peak(self.model, self.example, device)
@@ -284,11 +271,11 @@ def replay(name: str, record: ScheduleRecord, plain: Plain, steps: int) -> Repla
     peak, reserved, seconds = beside(plain, wrapped, steps)
     placed = measured_placed(scheduled, wrapped, plain, steps)
     with in_float32(record.mode):
-        gradients = on_cpu(gradients_of(wrapped, example))
+        gradients = moved(gradients_of(wrapped, example), CPU)
     wrapped.zero_grad(set_to_none=True)
     error = apart(plain.gradients, gradients)
     with in_float32(), autocast_as(record.autocast, device):  # by the tolerance of the dtype that was computed in
-        both = on_device(plain.gradients, device), on_device(gradients, device)
+        both = moved(plain.gradients, device), moved(gradients, device)
         verdicts = judged(plain.model, example, *both, transforms=takes_transforms(record))
     reasons = [f"{verdict.name} {verdict.reason}" for verdict in verdicts if not verdict.right]
     wrong = "; ".join(reasons[:3]) + (f"; and {len(reasons) - 3} more" if len(reasons) > 3 else "")
@@ -397,33 +384,30 @@ def _all_schedules(folder: Path) -> Iterator[tuple[str, ScheduleRecord]]:
             click.echo(f"{path.name}: {error}")
 
 
+def _cells(row: Replay) -> list[str]:
+    """A row of the report's table; of those that do not apply, empty cells."""
+    if row.status != "measured":
+        return [row.file, row.status, *[""] * 11]
+    budget = predicted_peak = told = gradients = ""
+    placed = ["", ""]
+    if row.placed_seconds:
+        placed = [f"{row.placed_reserved_bytes / MB:,.0f} MB", f"{1e3 * row.placed_seconds:,.1f} ms"]
+    if row.predicted_plain_seconds:
+        budget, predicted_peak = f"{row.budget_bytes / GIB:.2f} GiB", f"{row.predicted_bytes / MB:,.0f} MB"
+        told = f"{100 * (row.predicted_seconds / row.predicted_plain_seconds - 1):+.1f} %"
+        gradients = f"{row.gradient_error:.0e}, rounding {row.rounding:.0e}"
+    peaks = [f"{row.plain_peak_bytes / MB:,.0f} MB", f"{row.peak_bytes / MB:,.0f} MB", predicted_peak]
+    steps = [f"{1e3 * row.plain_seconds:,.1f} ms", f"{1e3 * row.seconds:,.1f} ms"]
+    over = f"{100 * (row.seconds / row.plain_seconds - 1):+.1f} %"
+    return [row.file, budget, *peaks, f"{row.reserved_bytes / MB:,.0f} MB", *placed, *steps, over, told, gradients]
+
+
 def render(device: torch.device, rows: Sequence[Replay], stages: str, lines: Sequence[str]) -> str:
     """The report."""
+    heads = ("schedule", "budget", "plain peak", "peak", "predicted", "reserved", "placed: reserved", "step")
+    heads += ("plain step", "step", "overhead", "predicted", "gradients off")
     text = f"# `scripts/gpu_check.sh`: {device_name(device)}\n\ntorch {torch.__version__}.\n\n```\n{stages}```\n\n"
-    text += (
-        "| schedule | budget | plain peak | peak | predicted | reserved | placed: reserved | step | plain step | step "
-        "| overhead | "
-        "predicted | gradients off |\n" + "|---" * 13 + "|\n"
-    )
-    for row in rows:
-        if row.status != "measured":
-            text += f"| {row.file} | {row.status} |" + " |" * 11 + "\n"
-            continue
-        over, told = row.seconds / row.plain_seconds - 1, ""
-        planned, placed = ["", "", ""], " | "
-        if row.placed_seconds:
-            placed = f"{row.placed_reserved_bytes / MB:,.0f} MB | {1e3 * row.placed_seconds:,.1f} ms"
-        if row.predicted_plain_seconds:
-            told = f"{100 * (row.predicted_seconds / row.predicted_plain_seconds - 1):+.1f} %"
-            planned = [
-                f"{row.budget_bytes / GIB:.2f} GiB", f"{row.predicted_bytes / MB:,.0f} MB",
-                f"{row.gradient_error:.0e}, rounding {row.rounding:.0e}",
-            ]  # fmt: skip
-        text += (
-            f"| {row.file} | {planned[0]} | {row.plain_peak_bytes / MB:,.0f} MB | {row.peak_bytes / MB:,.0f} MB | "
-            f"{planned[1]} | {row.reserved_bytes / MB:,.0f} MB | {placed} | {1e3 * row.plain_seconds:,.1f} ms | "
-            f"{1e3 * row.seconds:,.1f} ms | {100 * over:+.1f} % | {told} | {planned[2]} |\n"
-        )
+    text += markdown_table(heads, map(_cells, rows)) + "\n"
     if any(row.profile not in ("", device_name(device)) for row in rows):
         text += "\nTimes predicted from other devices' costs are not this device's.\n"
     return text + "".join(f"\n* {line}" for line in lines) + "\n"
