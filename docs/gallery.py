@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from monet_like.cli.group import main
 from monet_like.cli.report import report
+from monet_like.cli.terminal import Terminal
 from monet_like.ir.units import GIB
 from monet_like.report.charts import COLOURS
 from monet_like.report.figures import KINDS, Course, Run
@@ -87,12 +88,7 @@ PICTURES = (
         ("--dtype", "bfloat16"),
     ),
     Picture(
-        "gnn",
-        "GraphSAGE, 800,000 nodes, 8 million edges",
-        "docs/gallery/gnn.py:make_model",
-        800_000,
-        "65%",
-        "rtx4090",
+        "gnn", "GraphSAGE, 800,000 nodes, 8 million edges", "docs/gallery/gnn.py:make_model", 800_000, "65%", "rtx4090"
     ),
     Picture("gpt2", "GPT-2, 8 x 1,024 tokens", "monet_like.zoo.models.gpt2()", 8, "50%", "a100"),
 )
@@ -110,7 +106,7 @@ def draw_all(folder: Path, names: Sequence[str] = ()) -> None:
                     raise SystemExit(f"{picture.name}: {done.output}")
             figures = report(
                 file=file, model=picture.model, out=None, png=False, front="off", live=False, device="cuda",
-                profile_file=None, time_limit=60.0,
+                profile_file=None, time_limit=60.0, csv_file=None, terminal=Terminal(),
             )  # fmt: skip
             draw(picture, figures, HERE / "images" / f"gallery_{picture.name}.svg")
 

@@ -6,6 +6,7 @@ runtime that replays it.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
@@ -75,12 +76,8 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     """Import lazily: ``import monet_like`` needs neither torch nor a solver."""
     if name in _LAZY:
-        import importlib
-
         return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
     if name == "testing":  # a module, which has PyTorch imported
-        import importlib
-
         return importlib.import_module(".testing", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

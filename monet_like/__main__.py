@@ -8,36 +8,31 @@ from __future__ import annotations
 from .interrupts import die_silently
 
 
-def main() -> None:
-    """``monet-like``."""
+def _run(command: str, name: str) -> None:
     die_silently()
     from . import cli
 
-    cli.main(prog_name="monet-like")
+    getattr(cli, command)(prog_name=name)
+
+
+def main() -> None:
+    """``monet-like``."""
+    _run("main", "monet-like")
 
 
 def solve_main() -> None:
     """``python solve.py``: the solve command."""
-    die_silently()
-    from . import cli
-
-    cli.solve_command(prog_name="solve.py")
+    _run("solve_command", "solve.py")
 
 
 def schedule_main() -> None:
     """``python scripts/schedule.py``: the schedule command."""
-    die_silently()
-    from . import cli
-
-    cli.schedule_command(prog_name="scripts/schedule.py")
+    _run("schedule_command", "scripts/schedule.py")
 
 
 def benchmark_main() -> None:
     """``python scripts/benchmark.py``: the benchmark command."""
-    die_silently()
-    from . import cli
-
-    cli.benchmark_command(prog_name="scripts/benchmark.py")
+    _run("benchmark_command", "scripts/benchmark.py")
 
 
 if __name__ == "__main__":

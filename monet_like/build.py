@@ -174,11 +174,7 @@ def _rules(tools: Toolchain, source: Path) -> str:
     writer.rule("link", link, "$out")
 
     def library(
-        part: str,
-        patterns: Sequence[str],
-        compile_with: str,
-        flags: Sequence[str],
-        objects: Sequence[str] = (),
+        part: str, patterns: Sequence[str], compile_with: str, flags: Sequence[str], objects: Sequence[str] = ()
     ) -> None:
         objects = list(objects)
         for path in sorted(path for pattern in patterns for path in source.glob(pattern)):

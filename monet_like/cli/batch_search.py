@@ -17,7 +17,7 @@ from ..capture.captured import Captured
 from ..compiler.costs import extended, measured_costs, profile_batch, to_profile, usable
 from ..compiler.prepared import Prepared, prepared
 from ..compiler.request import Request, captured_for
-from ..compiler.sources import capability_of
+from ..compiler.sources import Source, capability_of
 from ..errors import ProfileError, UsageError
 from ..ir.profile_file import Profile
 from ..ir.program import Cost
@@ -51,11 +51,15 @@ class Batches:
 
     Args:
         problem: its request's batch is not used.
-        limits: a device's rates; None: measure on the problem's device.
+        source: of costs. Where it has a device's rates, nothing is measured on the problem's device.
+
+    Attributes:
+        limits: those rates, or None.
     """
 
-    def __init__(self, problem: Problem, limits: DeviceLimits | None) -> None:
-        self.problem, self.limits = problem, limits
+    def __init__(self, problem: Problem, source: Source) -> None:
+        self.problem, self.source = problem, source
+        self.limits = source.known if isinstance(source.known, DeviceLimits) else None
         self.measured: tuple[Measured, ...] = ()
         self._made_last: tuple[str, ...] | None = None
         self._captured: dict[int, Captured] = {}
@@ -90,13 +94,7 @@ class Batches:
         captured = self.captured(batch)
         return roofline(captured, self.limits or DEVICES["cpu"])
 
-    def measure(
-        self,
-        most: int,
-        profile: Profile | None,
-        save_profile: Callable[[Profile], None],
-        progress: Progress | None = None,
-    ) -> None:
+    def measure(self, most: int, progress: Progress) -> None:
         """Measure at two batches: one of at most ``most`` that does not take too long, and half of that."""
         if self.limits is not None:
             return
@@ -107,13 +105,13 @@ class Batches:
         far = min(most, cap)
         if far < 4:  # so few batches are each measured themselves
             return
-        base = usable(profile, problem.device) or to_profile({}, problem.device, "")
+        known_profile = self.source.known if isinstance(self.source.known, Profile) else None
+        base = usable(known_profile, problem.device) or to_profile({}, problem.device, "")
         known, found = dict(base.costs), []
 
-        def keep(costs: dict[str, Cost], note: str) -> None:
-            save_profile(
-                extended(base, {**known, **costs}, problem.device, f"measured at batches {far // 2} and {far}")
-            )
+        def keep(costs: dict[str, Cost], _: str) -> None:
+            note = f"measured at batches {far // 2} and {far}"
+            self.source.save(extended(base, {**known, **costs}, problem.device, note))
 
         for batch in (far, far // 2):
             request = replace(self.request(batch), profile_batch=batch)

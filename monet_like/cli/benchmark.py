@@ -86,8 +86,8 @@ def benchmark(
     budget: str | None,
     profile_file: Path | None,
     steps: int,
-    csv_file: Path | None = None,
-    terminal: Terminal | None = None,
+    csv_file: Path | None,
+    terminal: Terminal,
     **options: Any,
 ) -> None:
     """Plan a net, compare a step with plain PyTorch's and measure both; exit code 1 if they differ.
@@ -99,13 +99,12 @@ def benchmark(
     """
     net = find_arch(arch)
     _check_options(input_size, steps, budget)
-    check_results(None, csv_file)
+    check_results(csv_file)
     side = input_size or net.size
     problem = read_problem(
         model=net.model, batch=batch or str(net.batch), budget="1", input_shape=f"3,{side},{side}", **options
     )
     source = source_of(problem, profile_file)
-    terminal = terminal or Terminal()
     console = terminal.console
     ready = job_of(terminal, problem, source).ready
     with terminal.progress() as progress:
@@ -126,8 +125,7 @@ def benchmark(
     same = same_step(console.print, problem.request.model, record, example)
     measured = _measured(ready, problem, record, example, steps)
     console.print(_told(measured))
-    if csv_file is not None:
-        write_table(console, csv_file, frame_of(Measured, measured))
+    write_table(console, csv_file, frame_of(Measured, measured))
     terminal.result(
         {
             "arch": arch,

@@ -307,7 +307,7 @@ def inspect_command(file: Path, csv_file: Path | None, terminal: Terminal) -> No
     from .output import check_results, write_table
 
     record = ScheduleRecord.load(file)
-    check_results(None, csv_file)
+    check_results(csv_file)
     show_record(terminal, record)
     if csv_file is not None:
         write_table(terminal.console, csv_file, record.schedule.to_frame())

@@ -28,16 +28,15 @@ def compare(
     profile_file: Path | None,
     csv_file: Path | None,
     plot: Path | None,
-    terminal: Terminal | None = None,
+    terminal: Terminal,
     **options: Any,
 ) -> None:
     """The compare command: plan every budget with every strategy; one simulator judges all."""
-    terminal = terminal or Terminal()
     names = [name.strip() for name in strategies.split(",") if name.strip()] if strategies else list(STRATEGIES)
     for name in names:
         check_strategy(name)
     wanted = parse_budgets(budgets)
-    check_results(plot, csv_file)
+    check_results(csv_file, plot=plot)
     job = read_job(terminal, profile_file, options)
     terminal.console.print(job.title, soft_wrap=True)
     found = job.compare(wanted, names)
@@ -82,17 +81,16 @@ def front(
     profile_file: Path | None,
     csv_file: Path | None,
     plot: Path | None,
-    terminal: Terminal | None = None,
+    terminal: Terminal,
     **options: Any,
 ) -> None:
     """The pareto command: the time-memory front of a model, and the time that more memory saves."""
-    terminal = terminal or Terminal()
     if points < 2:
         raise UsageError(f"--points {points} must be at least 2")
     if points > MOST_POINTS:
         raise UsageError(f"--points must be at most {MOST_POINTS}, each of which is a plan; give fewer, or --budgets")
     wanted = parse_budgets(budgets) if budgets else None
-    check_results(plot, csv_file)
+    check_results(csv_file, plot=plot)
     job = read_job(terminal, profile_file, options)
     found = job.pareto(wanted, points=points)
     terminal.console.print(job.title, soft_wrap=True)
@@ -140,9 +138,8 @@ def _gap(point: FrontPoint) -> str:
     return f"{100 * point.plan.gap:.1f} %" + ("" if point.plan.bound_kind == "unrestricted" else " restricted")
 
 
-def smallest(*, profile_file: Path | None, terminal: Terminal | None = None, **options: Any) -> None:
+def smallest(*, profile_file: Path | None, terminal: Terminal, **options: Any) -> None:
     """The smallest command: the lowest peak found and the proven lower bound."""
-    terminal = terminal or Terminal()
     job = read_job(terminal, profile_file, options)
     found = job.smallest()
     console = terminal.console

@@ -52,7 +52,7 @@ def export(
         )
     path = out or file.with_suffix(_ENDS[to])
     record = ScheduleRecord.load(file)
-    check_results(None, path)
+    check_results(path)
     job = _job(terminal, record, model, device, profile_file)
     found: Decisions | SelectivePlan | CompilePlan | RematPlan
     if to == "json":

@@ -21,7 +21,7 @@ def fits(
     reserve: str | None,
     largest: str,
     csv_file: Path | None,
-    terminal: Terminal | None = None,
+    terminal: Terminal,
     **options: Any,
 ) -> None:
     """Print the table; as JSON or CSV there is a row for each card and way.
@@ -29,13 +29,12 @@ def fits(
     Raises:
         UsageError: an argument is wrong.
     """
-    terminal = terminal or Terminal()
     if batch is not None and not batch.isdecimal():
         raise UsageError(f"batch {batch[:40]!r} must be a whole number of at least 1, such as 4")
     names = [name.strip() for name in cards.split(",") if name.strip()]
     if not names:
         raise UsageError("--cards names no card; give such as rtx4090,h100")
-    check_results(None, csv_file)
+    check_results(csv_file)
     with terminal.progress() as progress:
         found = predict(
             model, batch=None if batch is None else int(batch), length=seq, cards=names, reserve=reserve,

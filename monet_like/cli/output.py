@@ -23,11 +23,12 @@ def write_table(console: Console, path: Path | None, table: pandas.DataFrame) ->
         console.print(f"wrote {path}", soft_wrap=True)
 
 
-def check_results(plot: Path | None, *files: Path | None) -> None:
-    """Check, before hours of work, that the requested picture and files can be written.
+def check_results(*files: Path | None, plot: Path | None = None) -> None:
+    """Check, before hours of work, that the requested files and the picture can be written.
 
     Raises:
-        UsageError: not a picture's name, matplotlib is not installed, or as of `check_writable`.
+        UsageError: not a picture's name, matplotlib is not installed, a file belongs to a zoo, or as of
+            `check_writable`.
     """
     for path in (plot, *files):
         if path is not None:
@@ -40,12 +41,7 @@ def check_results(plot: Path | None, *files: Path | None) -> None:
 def draw(
     console: Console, path: Path | None, title: str, lines: Lines, labels: tuple[str, str], stars: Stars | None = None
 ) -> None:
-    """Draw named lines and single points, if a picture was asked for.
-
-    Raises:
-        UsageError: as `check_results`.
-    """
-    check_results(path)
+    """Draw named lines and single points, if a picture was asked for."""
     if path is not None:
         write_atomically(path, picture(path, title, lines, labels, stars))
         console.print(f"wrote {path}", soft_wrap=True)

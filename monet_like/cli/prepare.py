@@ -9,10 +9,10 @@ from rich.text import Text
 
 from ..compiler.labels import default_names
 from ..compiler.sources import Cached, Filed, Source, is_roofline
-from ..files import check_writable
 from ..ir.profile_file import Profile
 from ..job.job import Job
-from ..zoo.registry import check_not_registered, is_zoo_file
+from ..zoo.registry import is_zoo_file
+from .output import check_results
 from .problem import Problem, assumed_input, read_problem
 from .terminal import Terminal
 
@@ -50,16 +50,6 @@ def schedule_path(problem: Problem) -> Path:
     return default_names(problem.spec.name, problem.request, problem.budget, Path())
 
 
-def check_out(path: Path) -> None:
-    """Check, before hours of work, that a result can be written to ``path``.
-
-    Raises:
-        UsageError: it cannot, or the file belongs to a zoo.
-    """
-    check_not_registered(path)
-    check_writable(path)
-
-
 def source_of(problem: Problem, profile_file: Path | None) -> Filed | Cached:
     """The costs that ``--profile`` names; by default the store of this device, which `auto_schedule` uses, too.
 
@@ -75,7 +65,7 @@ def source_of(problem: Problem, profile_file: Path | None) -> Filed | Cached:
     if is_roofline(path) or not is_zoo_file(path):
         return Filed.of(path)
     extended = Path(path.name)
-    check_out(extended)
+    check_results(extended)
     return Filed.of(extended if extended.exists() else path, extended)
 
 

@@ -32,8 +32,8 @@ def report(
     device: str,
     profile_file: Path | None,
     time_limit: float,
-    csv_file: Path | None = None,
-    terminal: Terminal | None = None,
+    csv_file: Path | None,
+    terminal: Terminal,
 ) -> Figures:
     """Capture the model of a schedule file, compute plain PyTorch's and the schedule's step, and write the page.
 
@@ -42,11 +42,10 @@ def report(
         ScheduleFileError: the file is unreadable, or of another program.
     """
     vega()  # said before anything takes time
-    terminal = terminal or Terminal()
     path = out or file.with_suffix(".html")
     record = ScheduleRecord.load(file)
     check_writable(path)
-    check_results(None, csv_file)
+    check_results(csv_file)
     rates = profile_file or rates_of(record)
     problem = problem_of(record, model, device, time_limit, None if live else rates)
     job = job_of(terminal, problem, source_of(problem, rates))

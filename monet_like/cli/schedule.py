@@ -33,7 +33,7 @@ def check(
     check_diff: bool,
     run_bs: bool,
     steps: int,
-    terminal: Terminal | None = None,
+    terminal: Terminal,
     **options: Any,
 ) -> None:
     """Run the checks that were asked for; exit code 1 if one of them fails.
@@ -54,7 +54,6 @@ def check(
         )
     model = problem.spec.module
     example = real_example(problem.request.example, problem.device)
-    terminal = terminal or Terminal()
     console, found = terminal.console, dict[str, Any]()
     good = True
     with autocast_as(problem.request.autocast, problem.device), attention_as(record.attention):

@@ -12,7 +12,7 @@ from ..ir.units import format_bytes, format_seconds
 from ..job.solved import SolvedPlan
 from .inspect import add_counts, bound_in_words, summary
 from .output import check_results, write_table
-from .prepare import check_out, job_of, problem_priced_by, say_input, schedule_path, source_of
+from .prepare import job_of, problem_priced_by, say_input, schedule_path, source_of
 from .problem import Problem
 from .terminal import Terminal, aligned_table
 
@@ -21,21 +21,19 @@ def solve(
     *,
     profile_file: Path | None,
     out: Path | None,
-    csv_file: Path | None = None,
-    quick: bool = False,
-    terminal: Terminal | None = None,
+    csv_file: Path | None,
+    quick: bool,
+    terminal: Terminal,
     **options: Any,
 ) -> SolvedPlan:
     """Read the problem, compile it, print a summary and write the schedule and profile files."""
-    terminal = terminal or Terminal()
     problem = problem_priced_by(profile_file, **options)
     strategy = problem.request.strategy
     if quick and strategy != "milp":
         raise UsageError(f"--quick plans by the local search; leave out --quick or --strategy {strategy}")
     say_input(terminal, problem)
     path = out or schedule_path(problem)
-    check_out(path)
-    check_results(None, csv_file)
+    check_results(path, csv_file)
     source = source_of(problem, profile_file)
     plan = job_of(terminal, problem, source).plan(problem.budget, quick=quick)
     plan.save(path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,16 +18,15 @@ from ..compiler.pipeline import make_record, plan_for
 from ..compiler.words import parse_batch
 from ..errors import MonetError, UsageError
 from ..ir.frames import frame
-from ..ir.profile_file import Profile
 from ..ir.units import format_bytes, format_seconds
 from ..plan import Plan
 from ..plan.budgets import fits
-from ..profile.devices import DeviceLimits
 from ..replay.verify.steps import real_example, step_peak, step_seconds
 from ..replay.wrapper import ScheduleWrapper
+from ..report.lines import Lines, Stars
 from .batch_search import Batches, Trial, Tuner, largest_fitting
 from .output import check_results, draw, write_table
-from .prepare import check_out, problem_priced_by, say_input, schedule_path, source_of
+from .prepare import problem_priced_by, say_input, schedule_path, source_of
 from .problem import Problem, read_problem
 from .terminal import Terminal, aligned_table
 
@@ -35,20 +34,16 @@ if TYPE_CHECKING:
     import pandas
 
 
-def largest_batch(*, budget: str, profile_file: Path | None, terminal: Terminal | None = None, **options: Any) -> int:
+def largest_batch(*, budget: str, profile_file: Path | None, terminal: Terminal, **options: Any) -> int:
     """The largest batch for which the search finds a schedule within a budget: doubling, then halving the step."""
     problem = problem_priced_by(profile_file, budget=budget, **{**options, "batch": "1"})
     limit = problem.budget_bytes
-    source = source_of(problem, profile_file)
-    limits = source.known if isinstance(source.known, DeviceLimits) else None
-    terminal = terminal or Terminal()
+    batches, console = Batches(problem, source_of(problem, profile_file)), terminal.console
     say_input(terminal, problem)
-    batches, console = Batches(problem, limits), terminal.console
-    if limits is None:  # operators are measured at two batches, and scaled to all others
-        measured = source.known if isinstance(source.known, Profile) else None
+    if batches.limits is None:  # operators are measured at two batches, and scaled to all others
         with terminal.progress() as progress:
             most = Tuner(batches, lambda what: progress.at("largest batch", what, None, None)).most()
-            batches.measure(most, measured, source.save, progress.profiling)
+            batches.measure(most, progress.profiling)
     tried: dict[int, bool] = {}
 
     def fitting(batch: int) -> bool:
@@ -81,6 +76,86 @@ class Candidate:
         return self.batch / (self.measured_seconds or self.plan.report.seconds)
 
 
+@dataclass(frozen=True)
+class Tuned:
+    """What a search has found.
+
+    Attributes:
+        candidates: the best batches.
+        plain: the trial of plain PyTorch's best batch; None: it fits at none.
+        plain_seconds: of plain PyTorch's step there, if it was run.
+    """
+
+    problem: Problem
+    tuner: Tuner
+    candidates: list[Candidate]
+    plain: Trial | None
+    plain_seconds: float | None
+
+    @property
+    def winner(self) -> Candidate:
+        """The candidate with the highest throughput."""
+        return max(self.candidates, key=lambda candidate: candidate.throughput)
+
+    @property
+    def trials(self) -> list[Trial]:
+        """All batches that were tried, the smallest first."""
+        return sorted(self.tuner.trials.values(), key=lambda trial: trial.batch)
+
+    @property
+    def plain_rate(self) -> float | None:
+        """Samples per second of plain PyTorch: measured if it was run, else predicted."""
+        if self.plain is None:
+            return None
+        measured = self.plain_seconds
+        return self.plain.batch / measured if measured else self.plain.plain_throughput(self.problem.budget_bytes)
+
+    @property
+    def title(self) -> str:
+        """Model, budget and mode."""
+        request = self.problem.request
+        return f"{request.expression} in {format_bytes(self.problem.budget_bytes)}, {request.mode}"
+
+    def candidate(self, trial: Trial) -> Candidate | None:
+        """The same batch, if it was planned in full."""
+        return next((one for one in self.candidates if one.batch == trial.batch), None)
+
+    @property
+    def lines(self) -> Lines:
+        """(batch, samples per second), for the picture."""
+        limit = self.problem.budget_bytes
+        plain = [(trial.batch, trial.plain_throughput(limit)) for trial in self.trials]
+        ours = [(trial.batch, trial.throughput) for trial in self.trials]
+        return {
+            "plain PyTorch as far as it fits, predicted": [(batch, rate) for batch, rate in plain if rate],
+            "monet_like, predicted": [(batch, rate) for batch, rate in ours if rate],
+            "monet_like, measured": [(c.batch, c.throughput) for c in self.candidates if c.measured_seconds],
+        }
+
+    @property
+    def stars(self) -> Stars:
+        """Plain PyTorch's best batch, if it was run, for the picture."""
+        if self.plain is None or self.plain_rate is None or not self.plain_seconds:
+            return {}
+        return {"plain PyTorch at its best, measured": (self.plain.batch, self.plain_rate)}
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One row per batch that was tried: predicted figures, and those that were measured.
+
+        Where a batch was planned in full, the figures are that plan's, else those of the local search.
+        """
+        rows = []
+        for trial in self.trials:
+            full = self.candidate(trial)
+            report = full.plan.report if full else trial.report
+            figures = (report.peak_bytes, report.seconds) if report else (None, None)
+            measured = (full.measured_bytes, full.measured_seconds) if full else (None, None)
+            rows.append((trial.batch, trial.plain.peak_bytes, trial.plain.seconds, *figures, *measured))
+        columns = {"batch": "int64", "plain_peak_bytes": "int64", "plain_seconds": "float64", "peak_bytes": "Int64"}
+        columns |= {"seconds": "float64", "measured_bytes": "Int64", "measured_seconds": "float64"}
+        return frame(columns, rows)
+
+
 def tune(
     *,
     budget: str,
@@ -91,87 +166,82 @@ def tune(
     csv_file: Path | None,
     plot: Path | None,
     out: Path | None,
-    terminal: Terminal | None = None,
+    terminal: Terminal,
     **options: Any,
 ) -> Candidate:
     """The batch and schedule with the highest throughput within a budget; writes the schedule file."""
     listed = sorted({parse_batch(part.strip()) for part in batches.split(",") if part.strip()})
     if best < 1 or steps < 0:
         raise UsageError(f"--best {best} must be at least 1 and --steps {steps} at least 0")
-    check_results(plot, csv_file, out)
+    check_results(csv_file, out, plot=plot)
     problem = read_problem(budget=budget, batch=str(listed[-1]) if listed else "1", **options)
     _ = problem.budget_bytes  # a share is refused before any work
-    source = source_of(problem, profile_file)
-    limits = source.known if isinstance(source.known, DeviceLimits) else None
-    terminal = terminal or Terminal()
+    family = Batches(problem, source_of(problem, profile_file))
     say_input(terminal, problem)
-    console = terminal.console
     with terminal.progress() as progress:
 
         def say(what: str, done: int | None = None, total: int | None = None) -> None:
             progress.at("tune", what, done, total)
 
-        family = Batches(problem, limits)
-        tuner = Tuner(family, say)
-        most = listed[-1] if listed else tuner.most()
-        measured = source.known if isinstance(source.known, Profile) else None
-        family.measure(most, measured, source.save, lambda *news: say(f"profile {news[0]}", *news[1:]))
-        if listed:
-            for batch in listed:
-                tuner.trial(batch)
-        else:
-            tuner.search(most)
-            tuner.try_plain()
-        plain = tuner.plain_best()
-        chosen = tuner.ranked()[:best]
-        if not chosen:
-            raise UsageError(
-                f"none of the batches {', '.join(map(str, sorted(tuner.trials)))} fits into "
-                f"{format_bytes(problem.budget_bytes)}"
-            )
-        candidates = _planned(family, chosen, say)
-        plain_seconds = None
-        if limits is None and steps:
-            say("measure")
-            candidates, plain_seconds = _measured(family, candidates, plain, steps, say)
-    winner = max(candidates, key=lambda candidate: candidate.throughput)
-    _show(console, problem, family, tuner, plain, plain_seconds, candidates, winner)
+        found = _searched(family, listed, best, steps, say)
+    winner = found.winner
+    _show(terminal.console, found)
     request, ready = family.request(winner.batch), family.prepared(winner.batch)
     path = out or schedule_path(replace(problem, request=request))
-    check_out(path)
+    check_results(path)
     make_record(request, ready, winner.plan, problem.budget_bytes).save(path)
-    console.print(f"wrote {path}", soft_wrap=True)
-    terminal.result(_described(problem, tuner, plain, plain_seconds, winner, path))
-    star = (plain.batch, plain.batch / plain_seconds) if plain is not None and plain_seconds else None
-    _write(console, csv_file, plot, problem, tuner, {c.batch: c for c in candidates}, star)
+    terminal.console.print(f"wrote {path}", soft_wrap=True)
+    terminal.result(_described(found, path))
+    write_table(terminal.console, csv_file, found.to_frame())
+    draw(terminal.console, plot, found.title, found.lines, ("batch", "samples per second"), found.stars)
     return winner
 
 
-def _described(
-    problem: Problem,
-    tuner: Tuner,
-    plain: Trial | None,
-    plain_seconds: float | None,
-    winner: Candidate,
-    path: Path,
-) -> dict[str, Any]:
+def _searched(family: Batches, listed: list[int], best: int, steps: int, say: Callable[..., None]) -> Tuned:
+    """Try the listed batches, or seek them; plan the best ones in full and measure them.
+
+    Raises:
+        UsageError: none of the batches fits.
+    """
+    problem, tuner = family.problem, Tuner(family, say)
+    most = listed[-1] if listed else tuner.most()
+    family.measure(most, lambda *news: say(f"profile {news[0]}", *news[1:]))
+    if listed:
+        for batch in listed:
+            tuner.trial(batch)
+    else:
+        tuner.search(most)
+        tuner.try_plain()
+    plain = tuner.plain_best()
+    chosen = tuner.ranked()[:best]
+    if not chosen:
+        raise UsageError(
+            f"none of the batches {', '.join(map(str, sorted(tuner.trials)))} fits into "
+            f"{format_bytes(problem.budget_bytes)}"
+        )
+    candidates, plain_seconds = _planned(family, chosen, say), None
+    if family.limits is None and steps:
+        say("measure")
+        candidates, plain_seconds = _measured(family, candidates, plain, steps, say)
+    return Tuned(problem, tuner, candidates, plain, plain_seconds)
+
+
+def _described(found: Tuned, path: Path) -> dict[str, Any]:
     """The result as fields of the JSON output."""
-    limit, rate = problem.budget_bytes, None
-    if plain is not None:
-        rate = plain.batch / plain_seconds if plain_seconds else plain.plain_throughput(limit)
+    winner = found.winner
     return {
-        "model": problem.request.expression,
-        "mode": problem.request.mode,
-        "budget_bytes": limit,
+        "model": found.problem.request.expression,
+        "mode": found.problem.request.mode,
+        "budget_bytes": found.problem.budget_bytes,
         "batch": winner.batch,
         "peak_bytes": winner.plan.report.peak_bytes,
         "seconds": winner.plan.report.seconds,
         "measured_seconds": winner.measured_seconds,
         "measured_bytes": winner.measured_bytes,
         "samples_per_second": winner.throughput,
-        "plain_batch": plain.batch if plain else None,
-        "plain_samples_per_second": rate,
-        "tried": {batch: trial.throughput for batch, trial in sorted(tuner.trials.items())},
+        "plain_batch": found.plain.batch if found.plain else None,
+        "plain_samples_per_second": found.plain_rate,
+        "tried": {trial.batch: trial.throughput for trial in found.trials},
         "schedule_file": str(path),
     }
 
@@ -221,26 +291,15 @@ def _measured(
     return found, seconds[-1] if plain is not None else None
 
 
-def _show(
-    console: Console,
-    problem: Problem,
-    family: Batches,
-    tuner: Tuner,
-    plain: Trial | None,
-    plain_seconds: float | None,
-    candidates: list[Candidate],
-    winner: Candidate,
-) -> None:
-    limit = problem.budget_bytes
-    device = family.prepared(winner.batch).profile.device
-    title = f"{problem.request.expression} in {format_bytes(limit)}, {problem.request.mode} ({device})"
-    console.print(title, soft_wrap=True)
+def _show(console: Console, found: Tuned) -> None:
+    winner, plain = found.winner, found.plain
+    device = found.tuner.batches.prepared(winner.batch).profile.device
+    console.print(f"{found.title} ({device})", soft_wrap=True)
     table = aligned_table(
         "batch", "plain peak", "peak", "overhead", "samples/s", "in full", "measured samples/s", "measured peak"
     )
-    full = {candidate.batch: candidate for candidate in candidates}
-    for trial in sorted(tuner.trials.values(), key=lambda t: t.batch):
-        _add_trial(table, trial, full.get(trial.batch), trial.batch == winner.batch)
+    for trial in found.trials:
+        _add_trial(table, trial, found.candidate(trial), trial.batch == winner.batch)
     console.print(table)
     console.print(
         "-: no schedule fits; peaks, overhead and samples/s are predicted, for the quick plan and the one in full, "
@@ -249,9 +308,8 @@ def _show(
     if plain is None:
         console.print("plain PyTorch fits at none of these batches")
     else:
-        rate = plain.batch / plain_seconds if plain_seconds else plain.plain_throughput(limit)
-        how = "measured" if plain_seconds else "predicted"
-        console.print(f"plain PyTorch at its best batch within the memory, {plain.batch}: {rate:.4g} samples/s, {how}")
+        rate = f"{found.plain_rate:.4g} samples/s, {'measured' if found.plain_seconds else 'predicted'}"
+        console.print(f"plain PyTorch at its best batch within the memory, {plain.batch}: {rate}")
     how = "measured" if winner.measured_seconds else "predicted"
     console.print(
         f"best: batch {winner.batch}, {winner.throughput:.4g} samples/s {how}, a step of "
@@ -272,50 +330,3 @@ def _add_trial(table: Table, trial: Trial, full: Candidate | None, best: bool) -
         f"{full.throughput:.4g}" if full and full.measured_seconds else "",
         format_bytes(full.measured_bytes) if full and full.measured_bytes else "",
     )
-
-
-def _write(
-    console: Console,
-    csv_file: Path | None,
-    plot: Path | None,
-    problem: Problem,
-    tuner: Tuner,
-    full: dict[int, Candidate],
-    plain_measured: tuple[float, float] | None,
-) -> None:
-    """Write the figures as CSV and as a picture."""
-    trials = sorted(tuner.trials.values(), key=lambda trial: trial.batch)
-    write_table(console, csv_file, trials_to_frame(trials, full))
-    if plot is None:
-        return
-    limit = problem.budget_bytes
-    plain = [trial for trial in trials if trial.plain_throughput(limit)]
-    lines = {
-        "plain PyTorch as far as it fits, predicted": [(t.batch, t.plain_throughput(limit)) for t in plain],
-        "monet_like, predicted": [(t.batch, t.throughput) for t in trials if t.throughput],
-        "monet_like, measured": [(c.batch, c.throughput) for c in full.values() if c.measured_seconds],
-    }
-    stars = {} if plain_measured is None else {"plain PyTorch at its best, measured": plain_measured}
-    title = f"{problem.request.expression} in {format_bytes(limit)}, {problem.request.mode}"
-    draw(console, plot, title, lines, ("batch", "samples per second"), stars)
-
-
-def trials_to_frame(trials: Sequence[Trial], full: Mapping[int, Candidate]) -> pandas.DataFrame:
-    """One row per batch that was tried: predicted figures, and those that were measured.
-
-    Args:
-        full: the batches that were planned in full; of all others the figures are those of the local search.
-    """
-    rows = []
-    for trial in trials:
-        candidate = full.get(trial.batch)
-        report = candidate.plan.report if candidate else trial.report
-        rows.append(
-            (
-                trial.batch, trial.plain.peak_bytes, trial.plain.seconds, report.peak_bytes if report else None,
-                report.seconds if report else None, candidate.measured_bytes if candidate else None,
-                candidate.measured_seconds if candidate else None,
-            )
-        )  # fmt: skip
-    columns = {"batch": "int64", "plain_peak_bytes": "int64", "plain_seconds": "float64", "peak_bytes": "Int64"}
-    return frame(columns | {"seconds": "float64", "measured_bytes": "Int64", "measured_seconds": "float64"}, rows)

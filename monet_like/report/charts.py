@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..ir.units import GIB, KIB, MIB
-from .figures import KINDS, Course, groups
+from .figures import KINDS, Course, Run, groups
 from .live import Live
 
 Spec = dict[str, Any]
@@ -47,11 +47,8 @@ def _short(number: float) -> float:
 
 
 def _spec(content: Spec) -> Spec:
-    return {
-        "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
-        "config": {"view": {"stroke": None}},
-        **content,
-    }
+    schema = "https://vega.github.io/schema/vega-lite/v6.json"
+    return {"$schema": schema, "config": {"view": {"stroke": None}}, **content}
 
 
 def _colours(kinds: Sequence[str]) -> Spec:
@@ -76,12 +73,9 @@ def _memory_rows(plain: Course, ours: Course, kinds: Sequence[str], tick: float,
     rows: list[dict[str, Any]] = []
     for name, course in ((PLAIN, plain), (OURS, ours)):
         for run in course.runs:
-            row: dict[str, Any] = {"step": name, "x": _short(run.begins / tick), "task": _label(run.task, run.again)}
-            row |= {
-                "end": _short((run.begins + run.seconds) / tick),
-                "layer": run.layer,
-                "all": _short(run.total_bytes / size),
-            }
+            row: dict[str, Any] = {"step": name, "task": _label(run), "layer": run.layer}
+            row |= {"x": _short(run.begins / tick), "end": _short((run.begins + run.seconds) / tick)}
+            row["all"] = _short(run.total_bytes / size)
             row |= {_key(k): _short(n / size) for k, n in zip(KINDS, run.bytes, strict=True) if k in kinds}
             rows.append(row)
         rows.append({**rows[-1], "x": rows[-1]["end"]})  # the last run has a width too
@@ -133,12 +127,7 @@ def memory_chart(plain: Course, ours: Course, budget_bytes: int) -> Spec:
             {"stack": "amount", "groupby": ["n"], "sort": [{"field": "place"}], "as": ["low", "high"]},
         ],
         "mark": {"type": "area", "interpolate": "step-after", "line": False},
-        "encoding": {
-            "x": x,
-            "y": {**y, "field": "low"},
-            "y2": {"field": "high"},
-            "color": _colours(kinds),
-        },
+        "encoding": {"x": x, "y": {**y, "field": "low"}, "y2": {"field": "high"}, "color": _colours(kinds)},
     }
     tips = [{"field": "task"}, {"field": "layer"}, {"field": "all", "title": f"memory, {unit}", "format": ".4~g"}]
     tips += [{"field": _key(k), "title": KINDS[k], "format": ".3~g"} for k in kinds]
@@ -174,8 +163,8 @@ def _key(kind: str) -> str:
     return f"k{list(KINDS).index(kind)}"
 
 
-def _label(task: str, again: bool) -> str:
-    return f"{task} (again)" if again else task
+def _label(run: Run) -> str:
+    return f"{run.task} (again)" if run.again else run.task
 
 
 def layers_chart(plain: Course, ours: Course) -> Spec:
@@ -190,16 +179,8 @@ def layers_chart(plain: Course, ours: Course) -> Spec:
         for layer, counts_ in summed.items():
             for place, (kind, count) in enumerate(zip(KINDS, counts_, strict=True)):
                 if count:
-                    rows.append(
-                        {
-                            "step": name,
-                            "layer": layer,
-                            "kind": KINDS[kind],
-                            "place": place,
-                            "amount": _short(count / size),
-                        }
-                    )
-    there = {row["layer"] for row in rows}
+                    row = {"step": name, "layer": layer, "kind": KINDS[kind], "place": place}
+                    rows.append({**row, "amount": _short(count / size)})
     kinds = [kind for kind, name in KINDS.items() if any(row["kind"] == name for row in rows)]
     return _spec(
         {
@@ -210,8 +191,7 @@ def layers_chart(plain: Course, ours: Course) -> Spec:
             "encoding": {
                 "column": {"field": "step", "type": "nominal", "sort": [PLAIN, OURS], "title": None,
                            "header": {"labelFontWeight": "bold", "labelAnchor": "start"}},
-                "y": {"field": "layer", "type": "nominal", "title": None, "axis": {"labelLimit": 200},
-                      "sort": [g for g in dict.fromkeys(order.values()) if g in there]},
+                "y": _layer_axis(rows, order),
                 "x": {"field": "amount", "type": "quantitative", "title": f"memory at the peak, {unit}",
                 "stack": "zero"},
                 "color": _colours(kinds),
@@ -229,6 +209,13 @@ def _grouped(plain: Course, ours: Course) -> dict[str, str]:
     return groups(list(dict.fromkeys([*names, *plain.at_peak, *ours.at_peak])), _MOST_BARS)
 
 
+def _layer_axis(rows: Sequence[Mapping[str, Any]], order: Mapping[str, str]) -> Spec:
+    """The layers of the rows, in the order of the model."""
+    there = {row["layer"] for row in rows}
+    layers = [layer for layer in dict.fromkeys(order.values()) if layer in there]
+    return {"field": "layer", "type": "nominal", "title": None, "axis": {"labelLimit": 200}, "sort": layers}
+
+
 def recomputed_chart(plain: Course, ours: Course) -> Spec:
     """Seconds of recomputation by layer and operator."""
     order = _grouped(plain, ours)
@@ -243,7 +230,6 @@ def recomputed_chart(plain: Course, ours: Course) -> Spec:
         {"layer": layer, "operator": operator, "seconds": _short(seconds / tick), "runs": runs}
         for (layer, operator), (seconds, runs) in found.items()
     ]
-    there = {row["layer"] for row in rows}
     return _spec(
         {
             "data": {"values": rows},
@@ -251,8 +237,7 @@ def recomputed_chart(plain: Course, ours: Course) -> Spec:
             "width": _WIDTH - 220,
             "height": {"step": 17},
             "encoding": {
-                "y": {"field": "layer", "type": "nominal", "title": None, "axis": {"labelLimit": 200},
-                      "sort": [g for g in dict.fromkeys(order.values()) if g in there]},
+                "y": _layer_axis(rows, order),
                 "x": {"field": "seconds", "type": "quantitative", "title": f"time of what runs again, {clock}"},
                 "color": {"field": "operator", "type": "nominal", "scale": {"scheme": "tableau10"},
                           "legend": {"title": None, "orient": "top", "columns": 4, "symbolType": "square",
@@ -316,7 +301,7 @@ def live_chart(ours: Course, live: Live, budget_bytes: int) -> Spec:
     unit, size = unit_of(max(*live.bytes, ours.peak.total_bytes))
     rows = [
         {
-            "x": place, "end": place + 1, "task": _label(run.task, run.again), "layer": run.layer,
+            "x": place, "end": place + 1, "task": _label(run), "layer": run.layer,
             "predicted": _short(run.total_bytes / size), "measured": _short(count / size),
             "difference": _short((count - run.total_bytes) / size),
         }
@@ -345,11 +330,7 @@ def live_chart(ours: Course, live: Live, budget_bytes: int) -> Spec:
                     "mark": {"type": "line", "interpolate": "step-after", "strokeWidth": 1.2},
                     "encoding": {"x": x, "y": {**y, "field": "measured"}, "color": {"datum": "measured", **legend}},
                 },
-                {
-                    "data": {"values": [{"budget": _short(budget_bytes / size)}]},
-                    "mark": {"type": "rule", "color": _BUDGET, "strokeDash": [5, 3]},
-                    "encoding": {"y": {"field": "budget", "type": "quantitative"}},
-                },
+                _budget_line(budget_bytes / size)[0],
                 _pointed(x, tips),
             ],
         }

@@ -16,17 +16,7 @@ from ..errors import UsageError
 from ..ir.display import short_repr
 from ..ir.schedule_file import ScheduleRecord
 from ..ir.units import format_bytes, format_seconds
-from .charts import (
-    OURS,
-    PLAIN,
-    Fronts,
-    Spec,
-    front_chart,
-    layers_chart,
-    live_chart,
-    memory_chart,
-    recomputed_chart,
-)
+from .charts import OURS, PLAIN, Fronts, Spec, front_chart, layers_chart, live_chart, memory_chart, recomputed_chart
 from .figures import KINDS, Course
 from .live import Live
 

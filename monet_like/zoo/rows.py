@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .catalogue import PROFILES
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,12 @@ from ..output import check_results, write_table
 from ..terminal import Terminal, aligned_table
 
 
-def list_files(*, profile: str, as_json: bool, csv_file: Path | None = None) -> None:
+def list_files(*, profile: str, as_json: bool, csv_file: Path | None) -> None:
     """List the registry as a table or as JSON."""
     registry = Registry.load(zoo_folder())
     _check_profile(registry, profile)
     wanted = [listed for listed in registry.schedules if profile in ("", listed.profile)]
-    check_results(None, csv_file)
+    check_results(csv_file)
     if csv_file is not None:
         write_table(Terminal(as_json=as_json).console, csv_file, frame_of(Listed, wanted))
     if as_json:

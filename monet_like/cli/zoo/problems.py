@@ -54,21 +54,10 @@ def prepared_model(model: str, batch: int, profile: str) -> tuple[Problem, Prepa
 class Unfilled(TorchFunctionMode):
     """Leaves large new weights unfilled: only their shapes matter, and untouched memory costs nothing."""
 
-    _FILL = frozenset(
-        {
-            "uniform_",
-            "normal_",
-            "trunc_normal_",
-            "zero_",
-            "fill_",
-            "constant_",
-            "erfinv_",
-            "mul_",
-            "add_",
-            "clamp_",
-            "kaiming_uniform_",
-        }
-    )
+    _FILL = (
+        "uniform_", "normal_", "trunc_normal_", "zero_", "fill_", "constant_", "erfinv_", "mul_", "add_", "clamp_",
+        "kaiming_uniform_",
+    )  # fmt: skip
     _LARGE = 2**16
 
     def __torch_function__(
