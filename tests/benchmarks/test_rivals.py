@@ -253,6 +253,13 @@ def test_unknown_names_are_refused() -> None:
 # The search for the largest batch --------------------------------------------------------------------------------
 
 
+def suite_of(folder: Path, *points: Point) -> run.Suite:
+    """A suite with these points measured."""
+    suite = run.Suite("cpu", folder, 1, 1, 1.0, 0.0, folder)
+    suite.points = list(points)
+    return suite
+
+
 def batches_tried(search: Generator[int, Trial, None], trial: Callable[[int], Trial]) -> list[int]:
     """What a search asks for, in order, where ``trial`` says what came of it."""
     tried = [next(search)]
@@ -269,35 +276,27 @@ def test_the_search_ends_between_what_fits_and_what_does_not(
     tmp_path: Path, largest: int, bent: float, setting: str
 ) -> None:
     """Peaks lie on a line, or only nearly so: with what is taken at any batch, and in steps of eight."""
-    suite = run.Suite("cpu", tmp_path, 1, 1, 1.0, 0.0, tmp_path)
     limit = 500 * MB
-    suite.points = [replace(point("plain PyTorch", 500, 1.0), static_bytes=100 * MB)]
-    search = run._batches(suite, "resnet50", 12, "monet_like", setting, limit)
-    tried, batch = {}, next(search)
-    while batch:
-        fits = tried[batch] = batch <= largest
+    suite = suite_of(tmp_path, point("plain PyTorch", 500, 1.0, static_bytes=100 * MB))
+
+    def trial(batch: int) -> Trial:
+        fits = batch <= largest
         share = (bent * (batch // 8 * 8) + batch) / (bent * (largest // 8 * 8) + largest + 0.5)
         peak = int(100 * MB + 400 * MB * (bent + share) / (1 + bent))
         assert (peak <= limit) is fits
         peak = limit if setting == "limit" else peak
-        trial = Trial("resnet50", "", setting, limit, batch, "fits" if fits else "over", peak_bytes=peak)
-        try:
-            batch = search.send(trial)
-        except StopIteration:
-            batch = 0
+        return Trial("resnet50", "", setting, limit, batch, "fits" if fits else "over", peak_bytes=peak)
+
+    tried = batches_tried(run._batches(suite, "resnet50", 12, "monet_like", setting, limit), trial)
     assert len(tried) <= (run.TRIALS if setting == "limit" else 6)
-    low = max(b for b, fits in tried.items() if fits)
-    high = min(b for b, fits in tried.items() if not fits)
+    low, high = max(b for b in tried if b <= largest), min(b for b in tried if b > largest)
     assert low <= largest < high
     assert high - low <= max(1, low // 8)
 
 
 def test_the_search_goes_on_from_the_peaks_that_are_known(tmp_path: Path) -> None:
-    suite = run.Suite("cpu", tmp_path, 1, 1, 1.0, 0.0, tmp_path)
-    suite.points = [
-        replace(p, static_bytes=100 * MB)
-        for p in (point("plain PyTorch", 500, 1.0), point("selective checkpoint", 300, 1))
-    ]
+    plain = point("plain PyTorch", 500, 1.0, static_bytes=100 * MB)
+    suite = suite_of(tmp_path, plain, point("selective checkpoint", 300, 1, static_bytes=100 * MB))
     assert next(run._batches(suite, "resnet50", 12, "plain PyTorch", "", 525 * MB)) == 12
     assert next(run._batches(suite, "resnet50", 12, "selective checkpoint", "", 525 * MB)) == 25
     assert next(run._batches(suite, "resnet50", 12, "monet_like", "limit", 525 * MB)) == 36
@@ -305,8 +304,7 @@ def test_the_search_goes_on_from_the_peaks_that_are_known(tmp_path: Path) -> Non
 
 def test_peaks_that_rise_late_are_sought_between_what_fits_and_what_does_not(tmp_path: Path) -> None:
     """As VGG-16's by torch.compile: at first gradients of weights take more than activations."""
-    suite = run.Suite("cpu", tmp_path, 1, 1, 1.0, 0.0, tmp_path)
-    suite.points = [replace(point("plain PyTorch", 1293, 1.0), static_bytes=560 * MB)]
+    suite = suite_of(tmp_path, point("plain PyTorch", 1293, 1.0, static_bytes=560 * MB))
     search = run._batches(suite, "resnet50", 12, "torch.compile", "", 1357 * MB)
 
     def trial(batch: int) -> Trial:
@@ -320,8 +318,7 @@ def test_peaks_that_rise_late_are_sought_between_what_fits_and_what_does_not(tmp
 
 def test_what_dies_below_the_limit_is_sought_halfway(tmp_path: Path) -> None:
     """Its tensors would fit, so their peaks are no guide."""
-    suite = run.Suite("cpu", tmp_path, 1, 1, 1.0, 0.0, tmp_path)
-    suite.points = [replace(point("plain PyTorch", 500, 1.0), static_bytes=100 * MB)]
+    suite = suite_of(tmp_path, point("plain PyTorch", 500, 1.0, static_bytes=100 * MB))
     search = run._batches(suite, "resnet50", 12, "torch.compile", "", 525 * MB)
 
     def trial(batch: int) -> Trial:
@@ -333,8 +330,7 @@ def test_what_dies_below_the_limit_is_sought_halfway(tmp_path: Path) -> None:
 
 
 def test_no_batch_fits(tmp_path: Path) -> None:
-    suite = run.Suite("cpu", tmp_path, 1, 1, 1.0, 0.0, tmp_path)
-    suite.points = [point("plain PyTorch", 500, 1.0)]
+    suite = suite_of(tmp_path, point("plain PyTorch", 500, 1.0))
     for setting in ("", "limit"):
         search = run._batches(suite, "resnet50", 12, "monet_like", setting, 500 * MB)
         tried = batches_tried(search, partial(Trial, "resnet50", "", setting, 500 * MB, status="refused"))
@@ -342,12 +338,12 @@ def test_no_batch_fits(tmp_path: Path) -> None:
 
 
 def test_ours_is_planned_for_what_the_others_take(tmp_path: Path) -> None:
-    suite = run.Suite("cpu", tmp_path, 1, 1, 1.0, 0.0, tmp_path)
-    suite.points = [
-        point("plain PyTorch", 500, 1.0), point("selective checkpoint", 400.123, 1.1), point("checkpoint per block",
-        300, 1.3),
-        point("monet_like", 299, 1.2, "20%"), point("monet_like", 502, 0.9, "100%"),
-    ]  # fmt: skip
+    suite = suite_of(
+        tmp_path,
+        *(point("plain PyTorch", 500, 1.0), point("selective checkpoint", 400.123, 1.1)),
+        *(point("checkpoint per block", 300, 1.3), point("monet_like", 299, 1.2, "20%")),
+        point("monet_like", 502, 0.9, "100%"),
+    )
     wanted = [("monet_like", "400.13 MB"), ("monet_like", "500 MB")]
     assert run.others_peaks(suite, "resnet50", 12, list(CONTENDERS)) == wanted
     assert suite.job("resnet50", 12, *wanted[0]).budget_bytes == 400.13 * MB

@@ -163,29 +163,16 @@ def test_batch_and_shape_as_numbers() -> None:
     ("budget", "expected"),
     [
         ("0", "memory budget '0' must be more than 0; give GB as a number, such as 10"),
-        ("0 MB", "memory budget '0 MB' must be more than 0; give GB as a number, such as 10"),
         ("1e300", "memory budget '1e300' is more than any memory; give GB as a number, such as 10"),
-        ("1e400", "memory budget '1e400' is more than any memory; give GB as a number, such as 10"),
-        ("9e9", "memory budget '9e9' is more than any memory; give GB as a number, such as 10"),
         (
             "-1",
             "memory budget '-1' is not an amount of memory; give GB as a number (10, 5.5) or an amount with its unit "
-            '("565 MB", "8 GB")',
-        ),
-        (
-            "abc",
-            "memory budget 'abc' is not an amount of memory; give GB as a number (10, 5.5) or an amount with its unit "
             '("565 MB", "8 GB")',
         ),
     ],
 )
 def test_budget(budget: str, expected: str) -> None:
     assert error(solve(budget=budget)) == expected
-
-
-def test_a_negative_budget_after_two_dashes() -> None:
-    result = CliRunner().invoke(solve_command, [*SMALL, "net.py:make", "4", "--", "-1", "normal"])
-    assert error(result).startswith("memory budget '-1' is not an amount of memory")
 
 
 def test_an_infeasible_budget_names_one_that_does() -> None:
@@ -259,7 +246,6 @@ def test_missing_arguments(count: int, missing: str) -> None:
             for shape in ("3,8,", "3,0,8", "3,-8,8", "big", "", "3,8.5,8", "3,²,8")
         ),
         (("--profile-batch", "0"), "--profile-batch 0 must be at least 1"),
-        (("--profile-batch", "-3"), "--profile-batch -3 must be at least 1"),
         (("--processes", "0"), "--processes 0 must be at least 1"),
         (
             ("--processes", "2"),
@@ -267,21 +253,16 @@ def test_missing_arguments(count: int, missing: str) -> None:
             "with a function that returns monet_like.convert_sync_batchnorm(...)",
         ),
         (("--time-limit", "0"), "--time-limit 0.0 must be more than 0 seconds"),
-        (("--time-limit", "-5"), "--time-limit -5.0 must be more than 0 seconds"),
         (("--time-limit", "nan"), "--time-limit nan must be more than 0 seconds"),
         (("--time-limit", "inf"), "--time-limit inf must be at most 1e+09 seconds"),
-        (("--time-limit", "1e300"), "--time-limit 1e+300 must be at most 1e+09 seconds"),
         (("--threads", "0"), "--threads 0 must be at least 1"),
         (("--threads", "9" * 40), "--threads 999999999999… (40 digits) must be at most 4096"),
-        (("--threads", "5000"), "--threads 5000 must be at most 4096"),
-        (("--processes", "9" * 40), "--processes 999999999999… (40 digits) must be at most 1048576"),
+        (("--processes", "2000000"), "--processes 2000000 must be at most 1048576"),
         (
             ("--input-shape", "3," + "9" * 5000),
             f"input shape '3,{'9' * 58}' must be positive whole numbers without the batch, such as 3,224,224",
         ),
-        (("--gap", "inf"), "--gap inf must be at least 0 and less than 1, such as 0.01 for 1 %"),
         (("--gap", "2"), "--gap 2.0 must be at least 0 and less than 1, such as 0.01 for 1 %"),
-        (("--gap", "-0.1"), "--gap -0.1 must be at least 0 and less than 1, such as 0.01 for 1 %"),
         (("--gap", "nan"), "--gap nan must be at least 0 and less than 1, such as 0.01 for 1 %"),
         (
             ("--optimizer", "adma"),
@@ -299,14 +280,6 @@ def test_missing_arguments(count: int, missing: str) -> None:
 def test_option_values(options: tuple[str, str], expected: str) -> None:
     assert error(solve(*options)) == expected
     assert written() == []
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "kind"),
-    [("--profile-batch", "x", "integer"), ("--time-limit", "long", "float"), ("--gap", "1%", "float")],
-)
-def test_option_values_of_the_wrong_kind(option: str, value: str, kind: str) -> None:
-    assert click_error(solve(option, value)) == f"Error: Invalid value for '{option}': '{value}' is not a valid {kind}."
 
 
 def test_a_typo_in_an_option() -> None:
@@ -331,21 +304,11 @@ def test_a_shape_that_the_model_refuses() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("out", "reason"),
-    [
-        ("net.py/plan.pkl", "Not a directory; choose another place"),
-        ("folder", "it is a directory; give the name of a file"),
-        ("n" * 300, "File name too long; choose another place"),
-        ("circle", "Too many levels of symbolic links; choose another place"),
-        ("circle/plan.pkl", "Too many levels of symbolic links; choose another place"),
-    ],
-)
-def test_an_unwritable_out_is_found_before_any_work(out: str, reason: str) -> None:
-    Path("folder").mkdir()
+def test_an_unwritable_out_is_found_before_any_work() -> None:
     Path("circle").symlink_to("circle")
     # the budget is infeasible, which only the planner, later, could say
-    assert error(solve("--out", out, budget="1 B")) == f"cannot write {out}: {reason}"
+    message = "cannot write circle/plan.pkl: Too many levels of symbolic links; choose another place"
+    assert error(solve("--out", "circle/plan.pkl", budget="1 B")) == message
 
 
 @pytest.mark.parametrize(
@@ -375,14 +338,6 @@ def test_a_message_echoes_a_part_of_what_is_long() -> None:
     assert str(UsageError("b" * 1800)) == "b" * 1800
 
 
-def test_a_damaged_profile() -> None:
-    Path("profile.json").write_text('{"format": "monet_like profile", "version": 1, "costs": {')
-    message = error(solve(profile=("--profile", "profile.json")))
-    assert message.startswith("profile.json is not a profile (no JSON: ")
-    assert message.endswith("; give another, or, if it was one, delete it to measure again")
-    assert written() == ["profile.json"]
-
-
 @pytest.mark.parametrize("device", ["cpu: another, 64 threads", "roofline:abacus"])
 def test_a_profile_of_another_machine(device: str) -> None:
     Profile(device, {}).save(Path("profile.json"))
@@ -392,15 +347,8 @@ def test_a_profile_of_another_machine(device: str) -> None:
 
 
 def test_options_take_dashes_and_underscores_alike() -> None:
-    options = (
-        "--time_limit",
-        "20",
-        "--input_shape=3,8,8",
-        "--out=with_underscore-and-dash.pkl",
-        "--profile_batch",
-        "2",
-    )
-    result = solve(*options)
+    out = "--out=with_underscore-and-dash.pkl"
+    result = solve("--time_limit", "20", "--input_shape=3,8,8", out, "--profile_batch", "2")
     assert result.exit_code == 0, result.output
     assert written() == ["with_underscore-and-dash.pkl"]
     result = schedule("--solution_file", "with_underscore-and-dash.pkl", "--check_diff", "--run-bs")
@@ -449,7 +397,7 @@ def test_what_is_solved_replaces_no_file_of_the_zoo(zoo: Path, monkeypatch: pyte
     Path("link.pkl").symlink_to(schedule_file)
     for out in (
         str(schedule_file),
-        "solutions/../solutions/" + schedule_file.name,
+        f"solutions/../solutions/{schedule_file.name}",
         "link.pkl",
         "solutions/registry.json",
     ):
@@ -503,9 +451,6 @@ def test_a_missing_solution_file() -> None:
     assert error(schedule("--run-bs")) == (
         "there is no schedule file solution_net_make_4_normal_1.00.pkl; make one with solve.py, or give another"
     )
-    assert error(schedule("--run-bs", "--solution-file", "no.pkl")) == (
-        "there is no schedule file no.pkl; make one with solve.py, or give another"
-    )
     assert error(CliRunner().invoke(inspect_command, ["no.pkl"])) == (
         "there is no schedule file no.pkl; make one with solve.py, or give another"
     )
@@ -548,14 +493,6 @@ def test_inspect(solved: ScheduleRecord) -> None:
     assert content["fingerprint"] == solved.fingerprint
     assert content["schedule"]["forward"] == list(solved.schedule.forward)
     assert content["budget_bytes"] == 2**30
-
-
-def test_inspect_refuses_hostile_files() -> None:
-    Path("hostile.pkl").write_bytes(b"cos\nsystem\n(S'touch sentinel'\ntR.")
-    assert error(CliRunner().invoke(inspect_command, ["hostile.pkl"])) == (
-        "hostile.pkl is refused: a schedule holds plain data only, and this file has GLOBAL os system"
-    )
-    assert not Path("sentinel").exists()
 
 
 # Help ---------------------------------------------------------------------------------------------------------
@@ -753,8 +690,8 @@ def test_a_budget_below_one_task_is_refused_before_anything_is_measured(monkeypa
 
 
 def test_the_input_that_is_assumed_is_said() -> None:
-    arguments = [*ROOFLINE, "--device", "cpu", "--", "torchvision.models.alexnet()", "2", "1", "normal", "heuristic"]
-    said = "input: float32[2, 3, 224, 224], assumed; another: --input-shape, or make_inputs(batch) in MODEL's file"
+    arguments = [*ROOFLINE, "--device", "cpu", "--", "net.py:short", "1", "1", "normal", "heuristic"]
+    said = "input: float32[1, 3, 224, 224], assumed; another: --input-shape, or make_inputs(batch) in MODEL's file"
     assert said in CliRunner().invoke(solve_command, arguments).output
     assert "assumed" not in solve().output
 

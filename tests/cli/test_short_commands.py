@@ -1,6 +1,4 @@
-"""The shortest commands: three arguments are enough; one grammar of budgets, one default solver, figures with their
-origin.
-"""
+"""The shortest commands: three arguments are enough; one grammar of budgets, one default solver."""
 
 from __future__ import annotations
 
@@ -90,23 +88,6 @@ def test_one_default_solver_and_it_is_said() -> None:
     assert (Settings.solver, Settings.mode) == (SOLVER, MODE)  # of auto_schedule
     assert Request.solver == SOLVER
     assert cli.solve_command in commands
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (("solve", "net.py:Net", "8", "80%", "normal", "heuristic"), "this schedule (predicted)"),
-        (
-            ("compare", "net.py:Net", "8", "80%", "--strategies", "heuristic"),
-            "predicted step time against plain PyTorch",
-        ),
-        (("pareto", "net.py:Net", "8", "--budgets", "90%,80%", "--time-limit", "2"), "predicted peak  predicted step"),
-        (("smallest", "net.py:Net", "8", "--time-limit", "2"), "smallest found (predicted)"),
-        (("tune", "net.py:Net", "8MB", "--batches", "8"), "peaks, overhead and samples/s are predicted"),
-    ],
-)
-def test_figures_say_that_they_are_predicted(words: tuple[str, ...], expected: str) -> None:
-    assert expected in run(*words, "--profile", "roofline:cpu").stdout
 
 
 @pytest.mark.slow

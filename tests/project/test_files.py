@@ -288,22 +288,13 @@ def test_a_value_that_is_too_long_to_show(tmp_path: Path) -> None:
 # Damaged schedules --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tenths", range(10))
-def test_a_truncated_schedule(tmp_path: Path, tenths: int) -> None:
+def test_every_truncation(tmp_path: Path) -> None:
     path = tmp_path / "file.pkl"
     data = saved(RECORD, path)
-    path.write_bytes(data[: len(data) * tenths // 10])
-    with pytest.raises(ScheduleFileError) as caught:
-        ScheduleRecord.load(path)
-    assert str(caught.value).startswith(f"{path} is not a schedule file, or is cut short: ")
-
-
-def test_every_truncation(tmp_path: Path) -> None:
-    data = saved(RECORD, tmp_path / "file.pkl")
     for length in range(len(data)):
-        with pytest.raises(ScheduleFileError):
-            load_plain(data[:length], tmp_path)
-    assert isinstance(load_plain(data, tmp_path), dict)
+        path.write_bytes(data[:length])
+        with pytest.raises(ScheduleFileError, match=r"file\.pkl is not a schedule file, or is cut short: "):
+            ScheduleRecord.load(path)
 
 
 def test_flipped_bits_are_refused_or_harmless(tmp_path: Path) -> None:
@@ -368,23 +359,14 @@ def test_another_pickle(tmp_path: Path, content: Any) -> None:
 
 @pytest.mark.parametrize(
     ("version", "shown"),
-    [
-        (5, "5"),
-        (3, "3"),
-        (2, "2"),
-        (1, "1"),
-        (True, "of type bool"),
-        (2.0, "of type float"),
-        ("2", "of type str"),
-        (None, "of type NoneType"),
-    ],
+    [(5, "5"), (3, "3"), (True, "of type bool"), (2.0, "of type float"), (None, "of type NoneType")],
 )
 def test_another_version(tmp_path: Path, version: Any, shown: str) -> None:
     path = changed(tmp_path / "file.pkl", lambda content: content.update(version=version))
     with pytest.raises(ScheduleFileError) as caught:
         ScheduleRecord.load(path)
     assert str(caught.value) == (
-        f"{path} was made by {'an earlier' if version in (1, 2, 3) and type(version) is int else 'another'} version of "
+        f"{path} was made by {'an earlier' if version == 3 else 'another'} version of "
         f"monet_like: it has format version {shown}, this one reads 4; solve again"
     )
 
@@ -413,56 +395,26 @@ def test_a_missing_field(tmp_path: Path, name: str) -> None:
     ("name", "value"),
     [
         ("forward", None),
-        ("forward", "012"),
-        ("forward", {0: 1}),
         ("forward", [0, 1.0]),
         ("forward", [0, True]),
         ("forward", [0, -1]),
-        ("again", 3),
         ("again", {}),
-        ("again", [1, 2]),
         ("again", [[0], ["1"]]),
-        ("ways", ["0"]),
-        ("ways", [False]),
-        ("ways", [-1]),
-        ("inputs", {}),
-        ("inputs", [3]),
         ("inputs", ["shape"]),
-        ("inputs", [{"shape": [4, "3"], "dtype": "float32", "requires_grad": False}]),
         ("inputs", [{"shape": [4, True], "dtype": "float32", "requires_grad": False}]),
         ("inputs", [{"shape": [-4], "dtype": "float32", "requires_grad": False}]),
         ("inputs", [{"shape": [2**70], "dtype": "float32", "requires_grad": False, "layout": ""}]),
         ("inputs", [{"shape": [2**30, 0, 2**30], "dtype": "float32", "requires_grad": False, "layout": ""}]),
-        ("inputs", [{"shape": [4], "dtype": 32, "requires_grad": False}]),
-        ("inputs", [{"shape": [4], "dtype": "float32", "requires_grad": 1}]),
         ("inputs", [{"shape": [4], "dtype": "float32"}]),
         ("model", b"resnet18"),
-        ("mode", None),
-        ("budget_bytes", True),
         ("budget_bytes", 1e10),
-        ("budget_bytes", "10"),
-        ("budget_bytes", -1),
-        ("peak_bytes", False),
-        ("plain_peak_bytes", None),
-        ("optimizer_bytes", True),
         ("cublas_bytes", -1),
         ("run_bytes", [1.5]),
-        ("seconds", "1.0"),
         ("seconds", True),
-        ("plain_seconds", None),
-        ("solve_seconds", True),
-        ("bound_seconds", "1"),
-        ("gap", False),
+        ("gap", "1"),
         ("ablation", 1),
-        ("ablation", None),
-        ("fingerprint", 5),
-        ("versions", []),
         ("versions", {1: "2"}),
-        ("versions", {"torch": 2}),
-        ("counts", [("kept", 1)]),
-        ("counts", {"kept": "1"}),
         ("counts", {"kept": True}),
-        ("counts", {3: 1}),
     ],
 )
 def test_a_field_of_the_wrong_type(tmp_path: Path, name: str, value: Any) -> None:
@@ -560,17 +512,6 @@ def test_a_profile_of_the_first_version_is_read(tmp_path: Path) -> None:
 # Damaged profiles ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tenths", range(10))
-def test_a_truncated_profile(tmp_path: Path, tenths: int) -> None:
-    path = tmp_path / "profile.json"
-    data = saved(PROFILE, path)
-    path.write_bytes(data[: len(data) * tenths // 10])
-    with pytest.raises(ScheduleFileError) as caught:
-        Profile.load(path)
-    assert str(caught.value).startswith(f"{path} is not a profile (no JSON: ")
-    assert str(caught.value).endswith("; give another, or, if it was one, delete it to measure again")
-
-
 @pytest.mark.parametrize("text", ["", "hello", "[" * 100_000, '{"format": "monet_like profile"', "\x00"])
 def test_not_json(tmp_path: Path, text: str) -> None:
     (tmp_path / "profile.json").write_text(text)
@@ -611,29 +552,20 @@ def test_a_profile_without_a_field(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("costs", [1, 2]),
         ("costs", None),
-        ("costs", {"a": 1}),
         ("scaled", ["no operator"]),
         ("scaled", {}),
         ("costs", {"a": [1.0]}),
         ("costs", {"a": [1.0, 2, 3]}),
         ("costs", {"a": [1.0, 2, "yesterday"]}),
         ("costs", {"a": [1.0, 2, "2026-11-25", 4]}),
-        ("costs", {"a": ["1.0", 2]}),
         ("costs", {"a": [1.0, 2.5]}),
-        ("costs", {"a": [1.0, True]}),
         ("costs", {"a": [True, 1]}),
         ("costs", {"a": [None, 1]}),
         ("costs", {"a": [-1.0, 1]}),
         ("costs", {"a": [1.0, -1]}),
         ("costs", {"a": [float("nan"), 1]}),
-        ("costs", {"a": [float("inf"), 1]}),
-        ("costs", {"a": [1.0, float("inf")]}),
-        ("costs", {"a": [1.0, float("nan")]}),
         ("device", 3),
-        ("note", None),
-        ("versions", 3),
         ("versions", {"torch": 2}),
     ],
 )

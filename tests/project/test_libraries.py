@@ -67,12 +67,7 @@ def convolutions(name: str, **options: Any) -> nn.Module:
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [
-        ("GCNConv", {"add_self_loops": False}),
-        ("GCNConv", {"normalize": False}),
-        ("SAGEConv", {}),
-        ("GraphConv", {}),
-    ],
+    [("GCNConv", {"add_self_loops": False}), ("GCNConv", {"normalize": False}), ("SAGEConv", {}), ("GraphConv", {})],
 )
 def test_convolutions_of_graphs(name: str, options: dict[str, Any]) -> None:
     trains(lambda: convolutions(name, **options), lambda net, k: cross_entropy(net(graph(k)), graph(k).y))

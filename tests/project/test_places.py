@@ -124,12 +124,6 @@ def test_a_read_only_folder(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
 
 
-def test_a_folder_that_no_folder_can_be_made_in(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match=r"cannot write .*: (Not a directory|File exists); choose another place"):
-        check_writable(tmp_path / "file" / "plan.pkl")
-
-
 # The cache ------------------------------------------------------------------------------------------------------
 
 

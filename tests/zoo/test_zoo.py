@@ -649,8 +649,3 @@ def test_tables(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(MonetError, match=r"README.md is not text; give a Markdown file"):
         write_into(path, text)
-
-
-def test_a_local_search_takes_no_less_than_nothing() -> None:
-    result = command("build", "resnet50", "--evaluations", "-1")
-    assert result.exit_code == 2 and "-1 is not in the range 0<=x<=" in result.output
