@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import platform
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -87,9 +88,6 @@ def doctor(*, as_json: bool) -> int:
     found = examine()
     broken = [finding.name for finding in found if finding.state == "broken"]
     if as_json:
-        import json
-        from dataclasses import asdict
-
         print(json.dumps({"ok": not broken, "findings": [asdict(finding) for finding in found]}, indent=1))
     else:
         _show(found, broken)
@@ -119,28 +117,20 @@ def _show(found: list[Finding], broken: list[str]) -> None:
 
 
 def _machine() -> Iterator[Finding]:
-    yield Finding(
-        "machine",
-        "python",
-        "ok",
-        f"{platform.python_version()} ({sys.executable})",
-        data={"version": platform.python_version(), "executable": sys.executable},
-    )
+    version = platform.python_version()
+    python = {"version": version, "executable": sys.executable}
+    yield Finding("machine", "python", "ok", f"{version} ({sys.executable})", data=python)
     yield Finding("machine", "system", "ok", platform.platform(), data={"platform": platform.platform()})
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
     yield Finding("machine", "cores", "ok", f"{cores} for this process", data={"cores": cores})
     try:
         import psutil
     except ImportError:
         return  # said among the packages
     memory = psutil.virtual_memory()
-    yield Finding(
-        "machine",
-        "memory",
-        "ok",
-        f"{format_bytes(memory.available)} of {format_bytes(memory.total)} available",
-        data={"total_bytes": memory.total, "available_bytes": memory.available},
-    )
+    text = f"{format_bytes(memory.available)} of {format_bytes(memory.total)} available"
+    data = {"total_bytes": memory.total, "available_bytes": memory.available}
+    yield Finding("machine", "memory", "ok", text, data=data)
 
 
 def _packages() -> Iterator[Finding]:
@@ -159,14 +149,9 @@ def _packages() -> Iterator[Finding]:
             continue
         version = _version(name)
         if not _within(version, bounds.get(name, "")):
-            yield Finding(
-                "packages",
-                name,
-                "broken",
-                f"{version}, but {bounds[name]} is needed (for {purpose})",
-                f"pip install {wanted}",
-                {"version": version, "needed": bounds[name]},
-            )
+            text = f"{version}, but {bounds[name]} is needed (for {purpose})"
+            data = {"version": version, "needed": bounds[name]}
+            yield Finding("packages", name, "broken", text, f"pip install {wanted}", data)
             continue
         text = untested() if name == "torch" else ""
         yield Finding("packages", name, "ok", "; ".join(filter(None, (version, text))), data={"version": version})
@@ -283,28 +268,20 @@ def _gpus() -> Iterator[Finding]:
         except RuntimeError as error:
             yield Finding("gpu", f"cuda:{index}", "broken", f"{name}: {error}", "restart what holds it, or the driver")
             continue
-        yield Finding(
-            "gpu",
-            f"cuda:{index}",
-            "ok",
-            f"{name}, sm_{capability[0]}{capability[1]}, {format_bytes(free)} of {format_bytes(total)} free",
-            data={"name": name, "capability": list(capability), "free_bytes": free, "total_bytes": total},
-        )
+        text = f"{name}, sm_{capability[0]}{capability[1]}, {format_bytes(free)} of {format_bytes(total)} free"
+        data = {"name": name, "capability": list(capability), "free_bytes": free, "total_bytes": total}
+        yield Finding("gpu", f"cuda:{index}", "ok", text, data=data)
 
 
 def _cache() -> Finding:
     folder = cache_folder()
-    size = _measured(lambda: sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
+    try:
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    except OSError:  # a file went away meanwhile, or a folder cannot be read
+        size = 0
     nearest = next(parent for parent in (folder, *folder.parents) if parent.exists())
     data = {"path": str(folder), "bytes": size}
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
         text = f"{folder}: {nearest} cannot be written to"
         return Finding("files", "cache", "broken", text, "set MONET_LIKE_CACHE to a folder that can be", data)
     return Finding("files", "cache", "ok", f"{folder}, {format_bytes(size)}", data=data)
-
-
-def _measured(count: Callable[[], int]) -> int:
-    try:
-        return count()
-    except OSError:  # a file went away meanwhile, or a folder cannot be read
-        return 0

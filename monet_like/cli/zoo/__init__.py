@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -30,13 +29,12 @@ def list_files(*, profile: str, as_json: bool, csv_file: Path | None) -> None:
     _check_profile(registry, profile)
     wanted = [listed for listed in registry.schedules if profile in ("", listed.profile)]
     check_results(csv_file)
+    terminal = Terminal(as_json=as_json)
+    console = terminal.console
     if csv_file is not None:
-        write_table(Terminal(as_json=as_json).console, csv_file, frame_of(Listed, wanted))
-    if as_json:
-        schedules, refusals = [_all_of(registry, listed) for listed in wanted], [asdict(r) for r in registry.refused]
-        click.echo(json.dumps({"schedules": schedules, "refused": refusals}))
-        return
-    console = Terminal().console
+        write_table(console, csv_file, frame_of(Listed, wanted))
+    schedules, refusals = [_all_of(registry, listed) for listed in wanted], [asdict(r) for r in registry.refused]
+    terminal.result({"schedules": schedules, "refused": refusals})
     console.print(_table(wanted))
     for refused in registry.refused:
         if profile in ("", refused.profile):
@@ -66,19 +64,16 @@ def _table(wanted: Sequence[Listed]) -> Table:
 
 def show(*, name: str, base_url: str | None, as_json: bool) -> None:
     """Show one schedule: the registry's entry and the content of the file. Of a model: a table of its schedules."""
-    registry = Registry.load(zoo_folder())
+    registry, terminal = Registry.load(zoo_folder()), Terminal(as_json=as_json)
     if found := registry.of_model(name):
-        if as_json:
-            click.echo(json.dumps({"schedules": [_all_of(registry, listed) for listed in found]}))
-        else:
-            Terminal().console.print(_table(found))
+        terminal.result({"schedules": [_all_of(registry, listed) for listed in found]})
+        terminal.console.print(_table(found))
         return
     listed = registry.find(name)
     record = find_record(listed.full_name, url=base_url)
     if as_json:
-        click.echo(json.dumps(_all_of(registry, listed)))
+        terminal.result(_all_of(registry, listed))
         return
-    terminal = Terminal()
     table = aligned_table()
     table.add_row("name", listed.full_name)
     rates = "measured" if listed.kind == "measured" else "datasheet rates"
