@@ -16,6 +16,7 @@ import resource
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,35 +32,27 @@ TRAININGS = {
 }
 
 
-def measured(name: str, model: str, length: int, shares: list[float], card: str) -> dict[str, object]:
+def measured(name: str, model: str, length: int, shares: list[float], card: str) -> dict[str, Any]:
     """Plan at all budgets, and return what is printed."""
     sheet = DEVICES[card]
-    options = {"length": length, "largest": "", "reserve": "0", **TRAININGS[name]}
+    options: dict[str, Any] = {"length": length, "largest": "", "reserve": "0", **TRAININGS[name]}
     roomy = replace(sheet, name="no limit", memory_bytes=2**50)
     started = time.perf_counter()
-    first = fits(model, cards=[roomy], **options)  # type: ignore[arg-type]
+    first = fits(model, cards=[roomy], **options)
     plain, fastest = first.row("no limit", "plain"), first.row("no limit", "ours")
     seconds = time.perf_counter() - started
-    before = _processor()
+    before = sum(os.times()[:4])  # of this process, and of those that it has waited for
     cards = [replace(sheet, name=f"{share:g} %", memory_bytes=int(share / 100 * plain.peak_bytes)) for share in shares]
     started = time.perf_counter()
-    found = fits(model, cards=cards, **options)  # type: ignore[arg-type]
-    whole, used = time.perf_counter() - started, _processor() - before
+    found = fits(model, cards=cards, **options)
+    whole, used = time.perf_counter() - started, sum(os.times()[:4]) - before
     rows = []
     for limits in cards:
         row = found.row(limits.name, "ours")
-        least = fastest.seconds or 0.0
-        rows.append(
-            {
-                "budget": limits.name,
-                "budget_bytes": limits.memory_bytes,
-                "peak_bytes": row.peak_bytes,
-                "fits": row.fits,
-                "against_plain": row.against_plain,
-                "gap": row.gap,
-                "above_the_fastest": None if row.seconds is None else row.seconds / least - 1,
-            }
-        )
+        told = {"budget": limits.name, "budget_bytes": limits.memory_bytes, "peak_bytes": row.peak_bytes}
+        told |= {"fits": row.fits, "against_plain": row.against_plain, "gap": row.gap}
+        above = None if row.seconds is None else row.seconds / (fastest.seconds or 0.0) - 1
+        rows.append({**told, "above_the_fastest": above})
     return {
         "training": name,
         "plain_peak_bytes": plain.peak_bytes,
@@ -72,25 +65,16 @@ def measured(name: str, model: str, length: int, shares: list[float], card: str)
     }
 
 
-def _processor() -> float:
-    """Seconds of a processor that this process took, and those of its children that have ended."""
-    mine = resource.getrusage(resource.RUSAGE_SELF)
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return mine.ru_utime + mine.ru_stime + children.ru_utime + children.ru_stime
-
-
-def show(found: dict[str, object]) -> None:
+def show(found: dict[str, Any]) -> None:
     """Print the figures of one training."""
-    stages = ", ".join(f"{k} {v:.1f} s" for k, v in found["stage_seconds"].items() if v)  # type: ignore[attr-defined]
+    stages = ", ".join(f"{k} {v:.1f} s" for k, v in found["stage_seconds"].items() if v)
+    plain = f"{format_bytes(found['plain_peak_bytes'])}, {format_seconds(found['plain_seconds'])}"
+    print(f"\n{found['training']}: plain {plain}")
     print(
-        f"\n{found['training']}: plain {format_bytes(found['plain_peak_bytes'])}, "
-        f"{format_seconds(found['plain_seconds'])}"
-    )  # type: ignore[arg-type]
-    print(
-        f"  {len(found['rows'])} budgets in {found['seconds']:.1f} s wall, {found['processor_seconds']:.1f} s CPU "  # type: ignore[arg-type]
+        f"  {len(found['rows'])} budgets in {found['seconds']:.1f} s wall, {found['processor_seconds']:.1f} s CPU "
         f"({stages})"
     )
-    for row in found["rows"]:  # type: ignore[attr-defined]
+    for row in found["rows"]:
         if not row["fits"]:
             missing = row["peak_bytes"] - row["budget_bytes"]
             print(f"  {row['budget']:>5}: does not fit by {format_bytes(missing)}")

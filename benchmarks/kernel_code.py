@@ -467,19 +467,9 @@ def judged(code: Code, architecture: str, bounds: Mapping[str, Bounds]) -> Row:
     if code.stack_bytes > limit.spills:
         problems.append(f"{code.stack_bytes} bytes of stack, more than {limit.spills}")
     return Row(
-        architecture,
-        code.name,
-        per_element,
-        per_byte,
-        issue,
-        load,
-        store,
-        divisions,
-        code.registers,
-        code.shared_bytes,
-        resident,
-        tuple(problems),
-    )
+        architecture, code.name, per_element, per_byte, issue, load, store, divisions, code.registers,
+        code.shared_bytes, resident, tuple(problems),
+    )  # fmt: skip
 
 
 def rows_of(
@@ -541,13 +531,8 @@ def cells(row: Row) -> list[str]:
     """A row as text."""
     numbers = (row.load, row.store, row.divisions, row.registers, row.shared_bytes, row.resident)
     shares = (f"{row.per_element:.1f}", f"{row.per_byte:.2f}", f"{row.issue:.2f}")
-    return [
-        f"sm_{row.architecture}",
-        row.kernel.replace("c10::", ""),
-        *shares,
-        *map(str, numbers),
-        "; ".join(row.problems),
-    ]
+    kernel = row.kernel.replace("c10::", "")
+    return [f"sm_{row.architecture}", kernel, *shares, *map(str, numbers), "; ".join(row.problems)]
 
 
 def markdown(rows: Sequence[Row]) -> str:
