@@ -194,7 +194,6 @@ def test_a_registry_is_the_same_after_a_round_trip(tmp_path: Path) -> None:
         (lambda c: c["files"][0].update(path="../up.pkl"), "path '../up.pkl' is not within the folder"),
         (lambda c: c["files"][0].update(path="/etc/x.pkl"), "path '/etc/x.pkl' is not within the folder"),
         (lambda c: c["files"][0].update(sha256="0" * 63), "is none"),
-        (lambda c: c["files"][0].update(bytes="5"), "Expected `int`, got `str` - at `$.files[0].bytes`"),
         (lambda c: c["files"].pop(0), "it names no file 'measured.pkl'"),
         (lambda c: c["schedules"][0].update(inputs=[5]), "Expected `str`, got `int` - at `$.schedules[0].inputs[0]`"),
         (lambda c: c["schedules"][0].pop("mode"), "required field `mode` - at `$.schedules[0]`"),
@@ -362,7 +361,6 @@ def test_a_file_of_a_model_is_the_same_after_a_round_trip(tmp_path: Path) -> Non
             lambda c: c["schedules"]["a@x"].update(forward=[True]),
             "a@x, is damaged: Expected `int`, got `bool` - at `$.schedule.forward[0]`",
         ),
-        (lambda c: c["schedules"]["a@x"].update(seconds=float("nan")), "got nan - at `$.seconds`"),
         (lambda c: c["schedules"]["a@x"].pop("ways"), "a@x, is damaged: it has no field 'ways'"),
         (lambda c: c["shared"].update(version=2), "a@x, was made by an earlier version of monet_like"),
     ],
@@ -376,14 +374,6 @@ def test_a_damaged_file_of_a_model(tmp_path: Path, change: Callable[[Any], Any],
     with pytest.raises(ScheduleFileError) as caught:
         model_file.load(path)
     assert expected in str(caught.value)
-
-
-@pytest.mark.parametrize(("text", "expected"), [("{", "no JSON"), ("[" * 10**5, "no JSON"), ("5", "is not a zoo file")])
-def test_a_file_of_a_model_that_is_none(tmp_path: Path, text: str, expected: str) -> None:
-    path = tmp_path / "resnet18_4.json"
-    path.write_text(text)
-    with pytest.raises(ScheduleFileError, match=expected):
-        model_file.load(path)
 
 
 def test_unknown_profiles_and_models() -> None:
