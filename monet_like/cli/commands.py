@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..ir.defaults import MODE, SOLVER
-from .group import CONTEXT, Command, main
+from .group import main
 from .options import (
     csv_option,
     device_option,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .terminal import Terminal
 
 
-@main.command("solve", cls=Command, context_settings=CONTEXT)
+@main.command("solve")
 @problem_arguments
 @click.option(
     "--device",
@@ -107,7 +107,7 @@ def solve_command(**options: Any) -> None:
     solve(**options)
 
 
-@main.command("schedule", cls=Command, context_settings=CONTEXT)
+@main.command("schedule")
 @problem_arguments
 @click.option(
     "--solution-file",
@@ -146,7 +146,7 @@ def schedule_command(**options: Any) -> None:
     check(**options)
 
 
-@main.command("compare", cls=Command, context_settings=CONTEXT)
+@main.command("compare")
 @click.argument("model")
 @click.argument("batch")
 @click.argument("budgets")
@@ -171,7 +171,7 @@ def compare_command(**options: Any) -> None:
     compare(**options)
 
 
-@main.command("pareto", cls=Command, context_settings=CONTEXT)
+@main.command("pareto")
 @click.argument("model")
 @click.argument("batch")
 @planning_options
@@ -191,7 +191,7 @@ def pareto_command(**options: Any) -> None:
     front(**options)
 
 
-@main.command("smallest", cls=Command, context_settings=CONTEXT)
+@main.command("smallest")
 @click.argument("model")
 @click.argument("batch")
 @planning_options
@@ -208,7 +208,7 @@ def smallest_command(**options: Any) -> None:
     smallest(**options)
 
 
-@main.command("largest-batch", cls=Command, context_settings=CONTEXT)
+@main.command("largest-batch")
 @click.argument("model")
 @click.argument("budget")
 @planning_options
@@ -228,7 +228,7 @@ def largest_batch_command(**options: Any) -> None:
     largest_batch(**options)
 
 
-@main.command("tune", cls=Command, context_settings=CONTEXT)
+@main.command("tune")
 @click.argument("model")
 @click.argument("budget")
 @planning_options
@@ -260,7 +260,7 @@ def tune_command(**options: Any) -> None:
     tune(**options)
 
 
-@main.command("benchmark", cls=Command, context_settings=CONTEXT)
+@main.command("benchmark")
 @click.option("--arch", required=True, help="A net of OGC's table, such as resnet101, densenet201 or darts.")
 @device_option("Where to run")
 @click.option("--strategy", default="ogc", show_default=True, help="How to plan, such as milp; as for solve.")
@@ -291,7 +291,7 @@ def benchmark_command(**options: Any) -> None:
     benchmark(**options)
 
 
-@main.command("inspect", cls=Command, context_settings=CONTEXT)
+@main.command("inspect")
 @click.argument("file", type=click.Path(path_type=Path))
 @csv_option("a row for each backward slot")
 @with_terminal
@@ -313,7 +313,7 @@ def inspect_command(file: Path, csv_file: Path | None, terminal: Terminal) -> No
         write_table(terminal.console, csv_file, record.schedule.to_frame())
 
 
-@main.command("report", cls=Command, context_settings=CONTEXT)
+@main.command("report")
 @click.argument("file", type=click.Path(path_type=Path))
 @model_of_file_option
 @click.option(
@@ -353,7 +353,7 @@ def report_command(**options: Any) -> None:
     report(**options)
 
 
-@main.command("doctor", cls=Command, context_settings=CONTEXT)
+@main.command("doctor")
 @json_option
 def doctor_command(as_json: bool) -> None:
     """Say what this machine has: packages, solvers, compiled kernels, GPUs, memory, the cache.

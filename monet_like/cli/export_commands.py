@@ -7,11 +7,11 @@ from typing import Any
 
 import click
 
-from .group import CONTEXT, Command, main
+from .group import main
 from .options import device_option, model_of_file_option, profile_of_file_option, with_terminal
 
 
-@main.command("export", cls=Command, context_settings=CONTEXT)
+@main.command("export")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option(
     "--to",

@@ -7,11 +7,11 @@ from typing import Any
 import click
 
 from ..ir.defaults import MODE
-from .group import CONTEXT, Command, main
+from .group import main
 from .options import attention_option, csv_option, with_terminal
 
 
-@main.command("fits", cls=Command, context_settings=CONTEXT)
+@main.command("fits")
 @click.argument("model")
 @click.option("--batch", default=None, help="Samples of a step, such as 4.  [default: 1, or those of MODEL's inputs]")
 @click.option("--seq", type=int, default=None, help="Tokens of a sample, such as 8192.  [default: 2048 for texts]")

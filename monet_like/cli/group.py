@@ -20,16 +20,24 @@ CONTEXT: dict[str, Any] = {
 }
 
 
-class Group(click.Group):
+class Command(click.Command):
     """Errors of this package are one line on stderr and exit code 2, without a traceback."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, context_settings=CONTEXT, **options)  # its group's, also where a script calls it
+
+    def invoke(self, ctx: click.Context) -> Any:
+        return _guarded(lambda: super(Command, self).invoke(ctx))
+
+
+class Group(click.Group):
+    """A group of such commands, and of groups like itself."""
+
+    command_class = Command
+    group_class = type
 
     def invoke(self, ctx: click.Context) -> Any:
         return _guarded(lambda: super(Group, self).invoke(ctx))
-
-
-class Command(click.Command):
-    def invoke(self, ctx: click.Context) -> Any:
-        return _guarded(lambda: super(Command, self).invoke(ctx))
 
 
 def _guarded(function: Callable[[], Any]) -> Any:

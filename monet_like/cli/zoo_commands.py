@@ -7,11 +7,11 @@ from typing import Any
 
 import click
 
-from .group import CONTEXT, Command, Group, main
+from .group import main
 from .options import csv_option, json_option
 
 
-@main.group("zoo", cls=Group, context_settings=CONTEXT)
+@main.group("zoo")
 def zoo_group() -> None:
     """Schedules solved in advance, such as zoo:resnet50_184_10.00 (for ScheduleWrapper)."""
 
@@ -24,7 +24,7 @@ base_url_option = click.option(
 )
 
 
-@zoo_group.command("list", cls=Command, context_settings=CONTEXT)
+@zoo_group.command("list")
 @click.option("--profile", default="", help="Only this one's, such as h100.  [default: all]")
 @csv_option("the schedules")
 @json_option
@@ -40,7 +40,7 @@ def zoo_list_command(**options: Any) -> None:
     list_files(**options)
 
 
-@zoo_group.command("show", cls=Command, context_settings=CONTEXT)
+@zoo_group.command("show")
 @click.argument("name")
 @base_url_option
 @json_option
@@ -59,7 +59,7 @@ def zoo_show_command(**options: Any) -> None:
     show(**options)
 
 
-@zoo_group.command("download", cls=Command, context_settings=CONTEXT)
+@zoo_group.command("download")
 @names_argument
 @click.option("--profile", default="", help="Without NAMES: only this one's, such as h100.  [default: all]")
 @base_url_option
@@ -75,7 +75,7 @@ def zoo_download_command(**options: Any) -> None:
     download_files(**options)
 
 
-@zoo_group.command("verify", cls=Command, context_settings=CONTEXT)
+@zoo_group.command("verify")
 @names_argument
 @click.option(
     "--simulate/--no-simulate", "simulated", default=True, show_default=True, help="Capture models, simulate schedules."
@@ -92,7 +92,7 @@ def zoo_verify_command(**options: Any) -> None:
     verify_files(**options)
 
 
-@zoo_group.command("build", cls=Command, context_settings=CONTEXT)
+@zoo_group.command("build")
 @names_argument
 @click.option("--profiles", default="", help="Some of them, such as a100,h100.  [default: all of the catalogue]")
 @click.option(
@@ -123,7 +123,7 @@ def zoo_build_command(**options: Any) -> None:
     build_files(**options)
 
 
-@zoo_group.command("add", cls=Command, context_settings=CONTEXT)
+@zoo_group.command("add")
 @click.argument("name")
 @click.argument("machine")
 @click.argument("solution_file", type=click.Path(path_type=Path))
@@ -142,7 +142,7 @@ def zoo_add_command(**options: Any) -> None:
     add(**options)
 
 
-@zoo_group.command("table", cls=Command, context_settings=CONTEXT)
+@zoo_group.command("table")
 @click.option(
     "--write",
     type=click.Path(path_type=Path),
