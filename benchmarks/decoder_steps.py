@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 import monet_like
 from benchmarks.rows import markdown_table, write_rows
-from benchmarks.worker import apart, emptied
+from benchmarks.worker import apart, emptied, seconds_of
 from monet_like.errors import MonetError
 from monet_like.files import write_atomically
 from monet_like.ir.units import format_bytes
@@ -209,17 +209,6 @@ def step(model: nn.Module, tokens: Tensor) -> None:
     model(input_ids=tokens, labels=tokens).loss.backward()
 
 
-def seconds_of(run: Callable[[], Any], device: torch.device) -> float:
-    """Wall time of a call, to the end of what it queued."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    started = time.perf_counter()
-    run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - started
-
-
 def adapters_of(model: nn.Module) -> dict[str, Tensor | None]:
     """Their gradients by name, on the CPU."""
     trained = ((name, p.grad) for name, p in model.named_parameters() if p.requires_grad)
@@ -263,9 +252,7 @@ def measured(
             wanted.update(found)
         model.zero_grad(set_to_none=True)
         peak = resident_bytes(model, ((tokens,), {})) + allocated_peak(partial(step, model, tokens), of.device)
-        if of.device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(of.device)
+        emptied(of.device)
         once()
         times = [seconds_of(once, of.device) for _ in range(steps)]
         usual, off = median(times), apart(wanted, found)

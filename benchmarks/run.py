@@ -129,11 +129,6 @@ class Suite:
         return more
 
 
-def device_of(suite: str) -> torch.device:
-    """Where a suite runs."""
-    return torch.device("cpu" if suite == "cpu" else "cuda")
-
-
 def measure_points(suite: Suite, model: str, batch: int, wanted: Sequence[tuple[str, str]]) -> None:
     """Measure contenders and settings of one model, in groups that take turns with plain PyTorch."""
     done = {p.key for p in suite.points}
@@ -411,7 +406,7 @@ def main(
     if name == "gpu" and not torch.cuda.is_available():
         click.echo("not measured")
         return
-    folder = out or ROOT / "benchmarks" / "results" / device_slug(device_of(name))
+    folder = out or ROOT / "benchmarks" / "results" / device_slug(torch.device("cpu" if name == "cpu" else "cuda"))
     chosen = _chosen(models, [*WORK, *ASIDE], "model")
     named = _chosen(contenders, list(CONTENDERS), "contender")
     asked = _chosen(parts, ["points", "dropout", "batches"], "part")

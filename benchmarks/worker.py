@@ -17,6 +17,7 @@ import json
 import resource
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -93,6 +94,17 @@ def emptied(device: torch.device) -> None:
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
+
+
+def seconds_of(call: Callable[[], object], device: torch.device) -> float:
+    """Wall time of a call, to the end of what it queued."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    started = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started
 
 
 def gradients_of(model: nn.Module, example: Example) -> Tensors:
@@ -211,15 +223,7 @@ class Worker:
             keep_freed()
             self._fast = True
         self.module.zero_grad(set_to_none=True)
-        self._synchronize()
-        started = time.perf_counter()
-        train_step(self.module, self.example)
-        self._synchronize()
-        return time.perf_counter() - started
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        return seconds_of(lambda: train_step(self.module, self.example), self.device)
 
     def _process_bytes(self) -> int:
         """Resident memory of the process at most during a step, above what it is without model and inputs."""
@@ -236,7 +240,7 @@ class Worker:
             total = torch.cuda.get_device_properties(self.device).total_memory
             torch.cuda.set_per_process_memory_fraction(most_bytes / total, self.device)
             train_step(self.module, self.example)
-            self._synchronize()
+            torch.cuda.synchronize(self.device)
             torch.cuda.set_per_process_memory_fraction(1.0, self.device)
             return True
         more = most_bytes - resident_bytes(self.module, self.example)

@@ -99,19 +99,21 @@ def _runtime(
     plain, wrapped = copy.deepcopy(model), ScheduleWrapper(copy.deepcopy(model), record)
     peaks = [step_peak(candidate, example, device) for candidate in (plain, wrapped)]
     medians = step_seconds([(plain, example), (wrapped, example)], device, steps)
-    table = aligned_table("", "measured step", "predicted", "measured peak", "predicted")
-    rows = (
+    predicted = (
         ("plain PyTorch", record.plain_seconds, record.plain_peak_bytes),
         ("schedule", record.seconds, record.peak_bytes),
     )
-    for (name, seconds, peak), median, measured in zip(rows, medians, peaks, strict=True):
-        table.add_row(name, format_seconds(median), format_seconds(seconds), format_bytes(measured), format_bytes(peak))
+    found = {
+        name: {"seconds": median, "predicted_seconds": seconds, "peak_bytes": measured, "predicted_bytes": peak}
+        for (name, seconds, peak), median, measured in zip(predicted, medians, peaks, strict=True)
+    }
+    table = aligned_table("", "measured step", "predicted", "measured peak", "predicted")
+    for name, row in found.items():
+        seconds, sizes = (row["seconds"], row["predicted_seconds"]), (row["peak_bytes"], row["predicted_bytes"])
+        table.add_row(name, *map(format_seconds, seconds), *map(format_bytes, sizes))
     console.print(table)
     console.print(
         f"check_runtime: {100 * (medians[1] / medians[0] - 1):+.1f} % time, {100 * (peaks[1] / peaks[0] - 1):+.1f} % "
         f"memory, medians of {steps} alternating steps"
     )
-    return {
-        name: {"seconds": median, "predicted_seconds": seconds, "peak_bytes": measured, "predicted_bytes": peak}
-        for (name, seconds, peak), median, measured in zip(rows, medians, peaks, strict=True)
-    }
+    return found

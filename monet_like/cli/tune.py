@@ -219,7 +219,8 @@ def _searched(family: Batches, listed: list[int], best: int, steps: int, say: Ca
             f"none of the batches {', '.join(map(str, sorted(tuner.trials)))} fits into "
             f"{format_bytes(problem.budget_bytes)}"
         )
-    candidates, plain_seconds = _planned(family, chosen, say), None
+    candidates = _planned(family, chosen, say)
+    plain_seconds: float | None = None
     if family.limits is None and steps:
         say("measure")
         candidates, plain_seconds = _measured(family, candidates, plain, steps, say)

@@ -23,7 +23,6 @@ from monet_like.cli.commands import benchmark_command
 from monet_like.compiler.pipeline import prepare
 from monet_like.compiler.prepared import Prepared
 from monet_like.compiler.request import Request
-from monet_like.errors import UsageError
 from monet_like.ir.program import Cost
 from monet_like.ir.schedule import Schedule
 from monet_like.ir.simulate import simulate
@@ -281,8 +280,3 @@ def test_gradients_that_exist_are_not_counted() -> None:
     matrix = 256 * 256 * 4
     assert ready.plain.peak_bytes > 8 * matrix
     assert matrix < bare.plain.peak_bytes - weight_bytes(ready) < 1.1 * matrix  # the gradient that is just being made
-
-
-def test_unknown_names_are_refused() -> None:
-    with pytest.raises(UsageError, match="there is no arch 'resnet_101'"):
-        find_arch("resnet_101")

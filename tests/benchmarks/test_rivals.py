@@ -148,7 +148,7 @@ def test_a_model_that_is_no_sequence_is_said_to_be_none() -> None:
 
 @pytest.mark.parametrize("name", ["resnet50", "densenet121", "vit_b_16"])
 def test_sequences_compute_what_the_model_does(name: str) -> None:
-    size = replace(WORK[name].cpu, inputs=WORK[name].cpu.inputs)
+    size = WORK[name].cpu
     torch.manual_seed(0)
     model, example = size.make().eval(), size.inputs(1)
     sequence = WORK[name].sequence
