@@ -21,7 +21,6 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -308,11 +307,6 @@ class Mutations:
         if self._watching and event in FORBIDDEN:
             self._ran.append(event)
 
-    def run(self, first: int, count: int) -> Iterator[Outcome]:
-        """The outcomes of some mutations."""
-        for number in range(first, first + count):
-            yield self.outcome(number)
-
     def outcome(self, number: int) -> Outcome:
         """Make a mutation and see what comes of it."""
         draw = random.Random(f"{self.seed}:{number}")
@@ -425,7 +419,7 @@ def main(count: int, first: int, seed: int) -> None:
         mutations = Mutations(seed, Path(folder))
         most = status_bytes("VmData") + MOST_BYTES
         resource.setrlimit(resource.RLIMIT_DATA, (most, resource.getrlimit(resource.RLIMIT_DATA)[1]))
-        for outcome in mutations.run(first, count):
+        for outcome in map(mutations.outcome, range(first, first + count)):
             outcomes.append(outcome)
             if outcome.is_fault:
                 click.echo(f"fault {outcome.number}: {outcome.kind}: {outcome.end}: {outcome.told[:300]}", err=True)

@@ -24,6 +24,7 @@ from monet_like.compiler.prepared import Prepared
 from monet_like.errors import InfeasibleError, SolverError
 from monet_like.files import write_atomically
 from monet_like.ir.defaults import MODE
+from monet_like.ir.json_fields import read_as
 from monet_like.ir.units import MIB
 from monet_like.plan import Plan
 from monet_like.plan.budgets import smallest_budget
@@ -112,15 +113,6 @@ class Row:
     ogc: Planned
     milp: Planned | None
     smallest: Planned
-
-    @staticmethod
-    def read(content: Mapping[str, Any]) -> Row:
-        """From what `asdict` made."""
-        plans = {
-            name: Planned(**content[name]) if content[name] is not None else None
-            for name in ("ogc", "milp", "smallest")
-        }
-        return Row(**{**content, **plans})
 
 
 def clocked(work: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
@@ -264,7 +256,7 @@ def render(rows: Mapping[str, Row]) -> str:
 
 def load(path: Path) -> dict[str, Row]:
     """The rows that are known."""
-    return {name: Row.read(row) for name, row in json.loads(path.read_text()).items()} if path.exists() else {}
+    return {name: read_as(row, Row) for name, row in json.loads(path.read_text()).items()} if path.exists() else {}
 
 
 def write(rows: Mapping[str, Row]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, Literal
 
 from torch import nn
@@ -131,14 +132,8 @@ def _with_variant(raw: Captured, name: str) -> tuple[Captured, frozenset[str]]:
 
 def _schedules(captured: Captured, added: frozenset[str], count: int) -> Iterator[Schedule]:
     """Random schedules that take something of what was added."""
-    found = 0
-    for seed in range(20 * count):
-        schedule = random_schedule(captured.program, seed, drop=0.5, others=0.8)
-        if added & _variants(captured, schedule):
-            found += 1
-            yield schedule
-        if found == count:
-            return
+    drawn = (random_schedule(captured.program, seed, drop=0.5, others=0.8) for seed in range(20 * count))
+    return islice((schedule for schedule in drawn if added & _variants(captured, schedule)), count)
 
 
 def _variants(captured: Captured, schedule: Schedule) -> set[str]:

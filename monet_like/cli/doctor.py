@@ -102,10 +102,7 @@ def _show(found: list[Finding], broken: list[str]) -> None:
 
     console = Console(highlight=False, markup=False)
     styles = {"ok": "green", "absent": "yellow", "broken": "bold red"}
-    table = aligned_table("", "", "", "")
-    for column in table.columns:
-        column.justify = "left"
-    table.show_header = False
+    table = aligned_table(texts=4)
     group = ""
     for finding in found:
         text = finding.text + (f"; {finding.advice}" if finding.advice else "")

@@ -46,9 +46,9 @@ class Terminal:
             click.echo(json.dumps(content))
 
 
-def aligned_table(*columns: str) -> Table:
-    """A table without lines: the first column left, numbers right; without names, two columns of text."""
+def aligned_table(*columns: str, texts: int = 2) -> Table:
+    """A table without lines: the first column left, numbers right; without names, as many columns of text as said."""
     table = Table(show_header=bool(columns), box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for index, column in enumerate(columns or ("", "")):
+    for index, column in enumerate(columns or ("",) * texts):
         table.add_column(column, justify="left" if index == 0 or not columns else "right", overflow="fold")
     return table

@@ -100,13 +100,10 @@ def memory_report(model: nn.Module) -> MemoryReport:
         raise UsageError(
             f"nothing in {type(model).__name__} has a schedule: give memory_report the model that auto_schedule returns"
         )
-    found: list[tuple[str, tuple[str, ...], int]] = []
-    for name, wrapper in wrappers.items():
-        steps = list(wrapper._kept)
-        if steps:
-            found += _kept_by(steps[-1], name)
-    if not found and not any(len(wrapper._kept) for wrapper in wrappers.values()):
+    latest = {name: list(wrapper._kept)[-1] for name, wrapper in wrappers.items() if len(wrapper._kept)}
+    if not latest:
         raise UsageError("no training call was planned yet: call the model once in training mode, then ask again")
+    found = [row for name, step in latest.items() for row in _kept_by(step, name)]
     return MemoryReport(_promise(wrappers), tuple(sorted(_folded(found), key=lambda module: -module.bytes)))
 
 

@@ -91,7 +91,7 @@ def _measured(
     model: nn.Module, captured: Captured, schedule: Schedule, example: Example, extra_bytes: int, device: str
 ) -> Live:
     model.zero_grad(set_to_none=True)
-    known: dict[str, torch.Tensor] = {**dict(model.named_parameters(remove_duplicate=False))}
+    known: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     known |= dict(model.named_buffers(remove_duplicate=False))
     known |= captured.constants.tensors
     parameters, buffers = ([known[name] for name, _ in found] for found in (captured.parameters, captured.buffers))

@@ -47,6 +47,8 @@ Progress = Callable[[str, int, int], None]
 
 #: What planning for one budget gives: a schedule and what is said of it, or why there is none.
 _Planned = tuple[Listed | Refused, ScheduleRecord | None]
+#: What is planned: arguments of `_plan`.
+_Job = tuple[Entry, str, str, int]
 
 
 @dataclass(frozen=True)
@@ -94,9 +96,9 @@ def build(
         if progress:
             progress(what, len(made) + len(kept) + len(refused), total)
 
-    with _Planners(processes) as planners:
+    with _planning(processes) as planned:
         for entry in entries:
-            model, missing = _Model(entry), list[tuple[Entry, str, str, int]]()
+            model, missing = _Model(entry), list[_Job]()
             for profile in profiles:
                 for budget in entry.budgets:
                     known = None if again else model.known(registry, budget, DEVICES[profile])
@@ -105,7 +107,7 @@ def build(
                     else:
                         (kept if isinstance(known, Listed) else refused).append(f"{known.name}@{profile}")
             tell(f"{entry.name} {entry.batch}: {len(missing)} to plan")
-            for found, record in planners.run(missing):
+            for found, record in planned(missing):
                 if isinstance(found, Listed):
                     registry = registry.with_schedule(found, record)
                     made.append(found.full_name)
@@ -120,25 +122,21 @@ def build(
     return Built(tuple(made), tuple(kept), tuple(refused))
 
 
-class _Planners:
-    """A number of processes that plan; with one, this process plans."""
+@contextlib.contextmanager
+def _planning(processes: int) -> Iterator[Callable[[Sequence[_Job]], Iterator[_Planned]]]:
+    """A function that runs `_plan` for each of some jobs; results come in the order in which jobs end.
 
-    def __init__(self, processes: int) -> None:
-        self.pool = ProcessPoolExecutor(processes, get_context("spawn")) if processes > 1 else None
-
-    def __enter__(self) -> _Planners:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.pool is not None:
-            self.pool.shutdown(cancel_futures=True)
-
-    def run(self, jobs: Sequence[tuple[Entry, str, str, int]]) -> Iterator[_Planned]:
-        """Run `_plan` for each of ``jobs``; results come in the order in which jobs end."""
-        if self.pool is None:
-            yield from (_plan(*job) for job in jobs)
-        else:
-            yield from (future.result() for future in as_completed([self.pool.submit(_plan, *job) for job in jobs]))
+    Args:
+        processes: that plan at the same time; with one, this process plans.
+    """
+    if processes == 1:
+        yield lambda jobs: (_plan(*job) for job in jobs)
+        return
+    pool = ProcessPoolExecutor(processes, get_context("spawn"))
+    try:
+        yield lambda jobs: (done.result() for done in as_completed([pool.submit(_plan, *job) for job in jobs]))
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _plan(entry: Entry, profile: str, budget: str, evaluations: int) -> _Planned:
