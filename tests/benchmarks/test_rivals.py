@@ -393,8 +393,9 @@ def test_finite_differences_are_not_believed_against_the_net_of_dropout() -> Non
 
 
 @pytest.mark.slow
-def test_the_gpu_check_replays_and_profiles_without_a_solver(tmp_path: Path) -> None:
+def test_the_gpu_check_replays_and_profiles_without_a_solver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU, with a small net: the code is the same."""
+    monkeypatch.delitem(sys.modules, "cvxpy", raising=False)  # of another test in this process
     example = ((torch.randn(2, 3, 16, 16),), {})
     request = Request(residual(), example, "normal", f"{HELPERS}/chain.py:residual", strategy="store_all")
     found = compile_schedule(request, 2**40, torch.device("cpu"), profile=DEVICES["cpu"])
