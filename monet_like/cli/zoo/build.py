@@ -105,7 +105,7 @@ def build(
                     if known is None:
                         missing.append((entry, profile, budget, evaluations))
                     else:
-                        (kept if isinstance(known, Listed) else refused).append(f"{known.name}@{profile}")
+                        (kept if isinstance(known, Listed) else refused).append(known.full_name)
             tell(f"{entry.name} {entry.batch}: {len(missing)} to plan")
             for found, record in planned(missing):
                 if isinstance(found, Listed):
@@ -113,9 +113,9 @@ def build(
                     made.append(found.full_name)
                 else:
                     registry = registry.with_refused(found)
-                    refused.append(f"{found.name}@{found.profile}")
+                    refused.append(found.full_name)
                 registry.save()
-                tell(f"{found.name}@{found.profile}")
+                tell(found.full_name)
             for profile in profiles:
                 registry = model.without_outdated(registry, DEVICES[profile])
     tell("done")
