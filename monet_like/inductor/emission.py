@@ -16,8 +16,7 @@ from torch._functorch._aot_autograd import descriptors
 from torch.fx._lazy_graph_module import _make_graph_module
 
 from ..ir.schedule import Schedule, kept_values
-from .joint import is_elementwise, name_of, readers
-from .kernel import Kernel
+from .joint import Kernel, is_elementwise, name_of, readers
 from .kernels import Kernels
 from .written import apart_operator, inlined_operator, written_operator
 
@@ -47,8 +46,7 @@ def saved_nodes(kernels: Kernels, schedule: Schedule) -> list[fx.Node]:
         way = kernels.program.slots[slot][schedule.ways[slot]]
         for task in (*(kernels.program.tasks[p] for p in again), way):
             kept.update(v for v in task.reads if kernels.program.values[v].kind in ("parameter", "buffer", "input"))
-    nodes = sorted((node for node, v in kernels.value_of.items() if v in kept), key=kernels.order.__getitem__)
-    return nodes
+    return sorted((node for node, v in kernels.value_of.items() if v in kept), key=kernels.order.__getitem__)
 
 
 def modules_of(

@@ -19,8 +19,7 @@ from ..ir.program import RESIDENT_KINDS, Cost, Program, Task
 from ..ir.schedule import Schedule, kept_values
 from ..ir.simulate import running
 from .emission import GROUP, Run
-from .joint import name_of
-from .kernel import Kernel
+from .joint import Kernel, name_of
 from .kernels import Kernels
 from .order import Chain, Item, arranged
 

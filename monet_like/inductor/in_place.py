@@ -21,8 +21,7 @@ from torch import fx
 from ..ir.program import Program, Runs, Task
 from ..ir.schedule import Schedule
 from ..plan.analysis import find_needs
-from .joint import is_elementwise, is_view, name_of
-from .kernel import Kernel
+from .joint import Kernel, is_elementwise, is_view, name_of
 
 #: Views that keep the order of the elements.
 _IN_ORDER = frozenset({"aten::view", "aten::unsqueeze", "aten::squeeze", "aten::_unsafe_view", "aten::alias"})
@@ -107,12 +106,9 @@ class _Able:
 
     def _can_take(self, kernel: Kernel, v: int, task: Task) -> bool:
         values, given = self.program.values, self.node_of[v]
-        if (
-            kernel.root is None
-            or not is_elementwise(kernel.root)
-            or len(task.writes) != 1
-            or name_of(given) in _NOT_GIVEN
-        ):
+        if kernel.root is None or not is_elementwise(kernel.root):
+            return False
+        if len(task.writes) != 1 or name_of(given) in _NOT_GIVEN:
             return False
         made = values[task.writes[0]]
         same = values[v].spec.split("[")[0] == made.spec.split("[")[0] and values[v].bytes == made.bytes

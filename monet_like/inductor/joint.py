@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -177,6 +177,28 @@ class Joint:
         return sum(allocated_bytes(t.numel() * t.element_size(), self.device) for t in tensors_of(node.meta.get("val")))
 
 
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel: what it reads from memory, what it computes on the way, and what it writes.
+
+    Attributes:
+        root: the node whose result is written; None: nothing is, it only returns what it reads.
+        reads: items and inputs, in the order of the graph.
+        inlined: nodes that are computed on the way, in the order of the graph.
+        writes: ``root``, or the parts of its result.
+    """
+
+    root: fx.Node | None
+    reads: tuple[fx.Node, ...]
+    inlined: tuple[fx.Node, ...]
+    writes: tuple[fx.Node, ...]
+
+    @property
+    def generated(self) -> bool:
+        """Whether Inductor generates its code."""
+        return self.root is not None and is_generated(self.root)
+
+
 def read_joint(module: fx.GraphModule, forward_count: int, static: Collection[int] = ()) -> Joint:
     """Read a joint graph.
 
@@ -221,9 +243,8 @@ def read_joint(module: fx.GraphModule, forward_count: int, static: Collection[in
 def _check(nodes: Iterable[fx.Node]) -> None:
     for node in nodes:
         values = pytree.tree_leaves(node.meta.get("val"))
-        if any(isinstance(v, torch.SymInt | torch.SymFloat | torch.SymBool) for v in values) or any(
-            isinstance(size, torch.SymInt) for t in tensors_of(values) for size in (*t.shape, *t.stride())
-        ):
+        sizes = (size for t in tensors_of(values) for size in (*t.shape, *t.stride()))
+        if any(isinstance(v, torch.SymInt | torch.SymFloat | torch.SymBool) for v in (*values, *sizes)):
             raise UsageError(
                 f"{node.name} has a size that changes from call to call, and a plan needs fixed sizes; compile with "
                 "dynamic=False, and give inputs of one shape"
@@ -275,10 +296,6 @@ class _Length:
             1 + max((given.in_a_row for given in inputs), default=0), 1 + sum(given.calls for given in inputs)
         )
 
-    @property
-    def is_excessive(self) -> bool:
-        return self.in_a_row > MOST_IN_A_ROW or self.calls > MOST_CALLS
-
 
 def _with_items(joint: Joint, nodes: list[fx.Node]) -> Joint:
     """Decide which nodes have memory, in the order of the graph: it depends on the bytes that a node is made from."""
@@ -306,7 +323,7 @@ def _with_items(joint: Joint, nodes: list[fx.Node]) -> Joint:
             own, total = joint.bytes_of(node), sum(sources.values())
             few = total <= CHEAP * own
             wide = NARROW * own <= total and node not in joint.backward and bool(own)
-            if length.is_excessive:
+            if length.in_a_row > MOST_IN_A_ROW or length.calls > MOST_CALLS:
                 items.add(node)
                 continue
             if _is_item(joint, node, few, wide):
@@ -315,8 +332,7 @@ def _with_items(joint: Joint, nodes: list[fx.Node]) -> Joint:
                     continue
                 (cheap if few else narrow).add(node)
             made_from[node], lengths[node] = sources, length
-    found = {**vars(joint), "items": frozenset(items), "cheap": frozenset(cheap), "narrow": frozenset(narrow)}
-    return Joint(**found)
+    return replace(joint, items=frozenset(items), cheap=frozenset(cheap), narrow=frozenset(narrow))
 
 
 def _is_item(joint: Joint, node: fx.Node, few: bool, wide: bool) -> bool:

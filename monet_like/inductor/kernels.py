@@ -15,8 +15,7 @@ from torch import fx
 from ..errors import UsageError
 from ..ir.program import Program, Runs, Task, Value, ValueKind
 from .in_place import with_takeovers
-from .joint import NARROW, Joint, draws, is_elementwise, is_view, readers, reads_memory, walk
-from .kernel import Kernel
+from .joint import NARROW, Joint, Kernel, draws, is_elementwise, is_view, readers, reads_memory, walk
 from .layouts import is_conversion
 
 
@@ -228,18 +227,7 @@ def _key(kernel: Kernel) -> str:
         tensors = node.meta.get("val")
         return f"{tensors.dtype}{tuple(tensors.shape)}{tensors.stride()}" if isinstance(tensors, torch.Tensor) else ""
 
-    def literals(node: fx.Node) -> str:
-        def show(leaf: fx.Node) -> str:
-            return shown(leaf)
-
-        return str(fx.map_arg((node.args, node.kwargs), show)) if not is_elementwise(node) else ""
-
-    assert kernel.root is not None
-    parts = [
-        str(kernel.root.target),
-        *map(shown, kernel.reads),
-        "->",
-        *map(shown, kernel.writes),
-        literals(kernel.root),
-    ]
-    return " ".join(parts)
+    root = kernel.root
+    assert root is not None
+    literals = "" if is_elementwise(root) else str(fx.map_arg((root.args, root.kwargs), shown))
+    return " ".join([str(root.target), *map(shown, kernel.reads), "->", *map(shown, kernel.writes), literals])

@@ -11,7 +11,6 @@ from ..errors import UsageError
 from ..ir.defaults import SOLVER
 from ..ir.units import Budget, parse_budget
 from ..torch_versions import warn_if_untested
-from .settings import SETTINGS
 
 
 def compile_options(
@@ -74,6 +73,7 @@ def compile_options(
     from .partitioner import PlannedPartitioner
     from .planned_graph import Settings
     from .portfolio import OwnSettings
+    from .rehearsal import SETTINGS
 
     planned = {}
     if isinstance(memory_budget, Path) or str(memory_budget).endswith(".json"):

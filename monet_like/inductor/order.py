@@ -221,7 +221,7 @@ def arranged(chain: Chain, limit_bytes: int) -> Arrangement:
     given = Arrangement(chain, chain.spots)
     limit = max(limit_bytes, _peak(given, limit_bytes))
     found = [_improved(given, limit)]
-    for start in (_earliest(chain), _latest(chain)):
+    for start in (_shifted(chain, late=False), _shifted(chain, late=True)):
         if _peak(start, limit) <= limit:
             found.append(_improved(start, limit))
     return min(found, key=lambda one: one.total)
@@ -231,19 +231,12 @@ def _peak(made: Arrangement, limit: int) -> int:
     return max(made.followed(limit)[0], default=0)
 
 
-def _earliest(chain: Chain) -> Arrangement:
+def _shifted(chain: Chain, *, late: bool) -> Arrangement:
+    """Everything as early as possible, or as late."""
     made = Arrangement(chain, chain.spots)
-    for k, item in enumerate(chain.items):
-        if item.moves:
-            made.move(k, made.range_of(k)[0])
-    return made
-
-
-def _latest(chain: Chain) -> Arrangement:
-    made = Arrangement(chain, chain.spots)
-    for k in reversed(range(len(chain.items))):
-        if chain.items[k].moves:
-            made.move(k, made.range_of(k)[1])
+    moving = [k for k, item in enumerate(chain.items) if item.moves]
+    for k in reversed(moving) if late else moving:
+        made.move(k, made.range_of(k)[late])
     return made
 
 

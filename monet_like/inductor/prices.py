@@ -18,8 +18,7 @@ from ..profile.measure import allocated_peak, seconds_of
 from ..profile.rates import limits_like, measured_limits
 from ..profile.roofline import seconds_of as seconds_by_rates
 from ..profile.work import Operation, Operations
-from .joint import name_of, tensors_of
-from .kernel import Kernel
+from .joint import Kernel, name_of, tensors_of
 from .kernels import Kernels
 
 #: Kernels whose tensors have more bytes than this are not run for measuring.

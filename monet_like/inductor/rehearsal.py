@@ -19,8 +19,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..capture.captured import allocated_bytes
 from ..torch_versions import release
 from .joint import tensors_of
-from .settings import SETTINGS
 
+#: Settings of Inductor that a plan needs. It may not sort kernels anew; a buffer is freed after its last use, not kept
+#: for the next of its size; tensors keep the layouts that the graph says they have; and Inductor writes no elementwise
+#: result to memory because it is made from many tensors (8 on GPUs, 12 on the CPU) or by many operators: the plan
+#: decides that.
+SETTINGS: dict[str, Any] = {
+    "reorder_for_peak_memory": False,
+    "reorder_for_locality": False,
+    "allow_buffer_reuse": False,
+    "layout_optimization": False,
+    "realize_acc_reads_threshold": 10**6,
+    "realize_opcount_threshold": 10**6,
+}
 #: Setting while code is written that is not run: no process may begin to compile kernels.
 _UNRUN = {"compile_threads": 1}
 
