@@ -150,14 +150,6 @@ class ViewInPlace(nn.Module):
 
 
 #: With few weights and many activations.
-PLAIN_PEAKS = {
-    **zoo.ROOMY,
-    "gated": lambda: (Gated().train(), (torch.randn(512, 64),), {}),
-    "view_in_place": lambda: (ViewInPlace().train(), (torch.randn(512, 64),), {}),
-}
-
-
-#: With few weights and many activations.
 NETS = {
     **zoo.ROOMY,
     "gated": lambda: (Gated().train(), (torch.randn(512, 64),), {}),

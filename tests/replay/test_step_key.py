@@ -4,6 +4,7 @@ other wrongly.
 
 from __future__ import annotations
 
+import copy
 import enum
 import pickle
 import weakref
@@ -419,11 +420,12 @@ def test_tangents_of_parameters_and_buffers_are_refused(kind: str) -> None:
             called(rows())
 
 
-def test_a_wrapper_that_has_trained_can_be_pickled() -> None:
+def test_a_wrapper_that_has_trained_can_be_copied_and_pickled() -> None:
     called = AnySchedule(nn.Sequential(linear(), nn.Dropout(0.5)))
     step(called, rows())
-    again = pickle.loads(pickle.dumps(called))
-    assert len(again._kept) == 0 and step(again, rows()).shape == (6, 8)
+    for again in (copy.deepcopy(called), pickle.loads(pickle.dumps(called))):
+        assert len(again._kept) == 0 and step(again, rows()).shape == (6, 8)
+        assert again._model[0] is not called._model[0]
 
 
 def test_a_model_without_memory_is_refused() -> None:
