@@ -128,9 +128,7 @@ def remat_plan(
     step = replace(step, extra_bytes=ready.extra_bytes)  # no random states are kept
     choice = choose(step, record.budget_bytes, solver=solver, time_limit_seconds=time_limit_seconds)
     return RematPlan(
-        **predictions(record, choice),
-        layers=tuple(names),
-        regions=tuple(_saved_regions(step, named, choice.saved)),
+        **predictions(record, choice), layers=tuple(names), regions=tuple(_saved_regions(step, named, choice.saved))
     )
 
 

@@ -147,11 +147,8 @@ class _Table:
         """The data, from the step in which nothing is saved that need not be."""
         made = checkpointed(step, least)
         tasks, stages = step.program.tasks, made.schedule.runs()
-        free = [
-            i
-            for i, item in enumerate(step.items)
-            if i not in least and not item.never and any(p in made.again for p in item.tasks)
-        ]
+        choice = [(i, item) for i, item in enumerate(step.items) if i not in least and not item.never]
+        free = [i for i, item in choice if any(p in made.again for p in item.tasks)]
         owner = {made.again[p]: i for i in free for p in step.items[i].tasks if p in made.again}
         alone: dict[int, tuple[int, frozenset[int]]] = {}
         when = {p: t for t, (stage, p) in enumerate(stages) if stage and p in owner}
@@ -174,7 +171,7 @@ class _Table:
                     others = readers.get(v, frozenset()) - {i} - least
                     if not step.caches and v not in kept and not others:
                         continue
-                    column = i if step.caches or v in kept else _kept_alone(len(step.items), v)
+                    column = i if step.caches or v in kept else len(step.items) + v  # columns of items come first
                     begin = next((t + 1 for t in reversed(range(end)) if v in there[t]), 0)
                     for t in range(begin, end):
                         active[t][column] = active[t].get(column, 0) + step.program.values[v].bytes
@@ -211,11 +208,6 @@ class _Table:
                 elif step.items[j].never:
                     builder.at_most(column)
         return builder.finish(unit), {i: columns[i] for i in self.seconds}
-
-
-def _kept_alone(items: int, value: int) -> int:
-    """The number of the column of a value that is kept for recomputed operators alone; those of items come first."""
-    return items + value
 
 
 def _readers(step: StepOfRegions) -> tuple[dict[int, frozenset[int]], set[int]]:

@@ -154,17 +154,8 @@ def checkpoint_policy(
     if isinstance(plan, str | Path):
         return SelectivePolicy(read_policy(Path(plan)))
     patterns = (regions,) if isinstance(regions, str) else tuple(regions)
-    return SelectivePolicy(
-        selective_plan(
-            plan.record,
-            plan.ready,
-            plan.request,
-            plan.device,
-            patterns,
-            solver=solver,
-            time_limit_seconds=time_limit_seconds,
-        )
-    )
+    given = plan.record, plan.ready, plan.request, plan.device
+    return SelectivePolicy(selective_plan(*given, patterns, solver=solver, time_limit_seconds=time_limit_seconds))
 
 
 def selective_plan(

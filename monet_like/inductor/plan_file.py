@@ -107,10 +107,7 @@ def read_plan(path: Path) -> CompilePlan:
 
 
 def plan_model(
-    model: nn.Module,
-    example: Example,
-    options: dict[str, Any],
-    precision: AbstractContextManager[Any] | None = None,
+    model: nn.Module, example: Example, options: dict[str, Any], precision: AbstractContextManager[Any] | None = None
 ) -> list[PlannedGraph]:
     """Plan the graphs of a model without generating code: one step runs, operator by operator.
 

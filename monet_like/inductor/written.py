@@ -10,29 +10,18 @@ from typing import Any
 import torch
 
 
-@torch.library.custom_op("monet_like_inductor::written", mutates_args=())
-def written(x: torch.Tensor) -> torch.Tensor:
-    """``x`` itself, as a copy: an operator may not return what it was given."""
+def _copy(x: torch.Tensor) -> torch.Tensor:
+    """An operator may not return what it was given."""
     return x.clone()
 
 
-@torch.library.custom_op("monet_like_inductor::inlined", mutates_args=())
-def inlined(x: torch.Tensor) -> torch.Tensor:
-    """``x`` itself, as a copy."""
-    return x.clone()
-
-
-@torch.library.custom_op("monet_like_inductor::apart", mutates_args=())
-def apart(x: torch.Tensor) -> torch.Tensor:
-    """``x`` itself, as a copy."""
-    return x.clone()
-
-
-@written.register_fake
-@apart.register_fake
-@inlined.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
+#: PyTorch forgets an operator whose definition nobody holds.
+_OPERATORS = [
+    torch.library.custom_op(f"monet_like_inductor::{name}", _copy, mutates_args=())
+    for name in ("written", "apart", "inlined")
+]
+for _operator in _OPERATORS:
+    _operator.register_fake(torch.empty_like)
 
 
 @cache

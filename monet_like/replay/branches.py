@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
+import torch.utils._pytree as pytree
 
 from ..capture.captured import Captured
 from ..capture.guards.effects import NotRepeated
@@ -29,22 +30,14 @@ FEW_BRANCHES = 8
 
 def written_residents(tasks: Sequence[Task], residents: Sequence[int]) -> tuple[int, ...]:
     """Positions of the parameters, buffers and inputs that tasks write into."""
-    found: set[int] = set()
+    found: set[int | str] = set()
     for call in (call for task in tasks for call in task.calls):
         schema, named = schema_of(call.op), dict(call.kwargs)
         further = schema.arguments[len(call.args) :] if schema is not None else ()
         given = [*call.args, *(named.get(argument.name) for argument in further)]
         for place in written_places(call.op, schema):
-            found.update(leaf.name for leaf in _leaves(given[place : place + 1]) if isinstance(leaf.name, int))
+            found.update(leaf.name for leaf in pytree.tree_leaves(given[place : place + 1]) if isinstance(leaf, Ref))
     return tuple(position for position, value in enumerate(residents) if value in found)
-
-
-def _leaves(given: object) -> Iterator[Ref]:
-    if isinstance(given, Ref):
-        yield given
-    elif isinstance(given, tuple | list):
-        for each in given:
-            yield from _leaves(each)
 
 
 @contextmanager

@@ -20,41 +20,18 @@ from ..runtime.operators import overload
 _FUSIBLE = frozenset(
     f"aten.{name}"
     for name in (
-        "_log_softmax.default",
-        "_log_softmax_backward_data.default",
-        "_native_batch_norm_legit.no_stats",
-        "_native_batch_norm_legit_functional.default",
-        "_safe_softmax.default",
-        "_softmax.default",
-        "_softmax_backward_data.default",
-        "_to_copy.default",
-        "amax.default",
-        "amin.default",
-        "arange.default",
-        "cat.default",
-        "elu_backward.default",
-        "hardswish_backward.default",
-        "hardtanh_backward.default",
-        "leaky_relu_backward.default",
-        "mean.dim",
-        "native_batch_norm_backward.default",
-        "native_group_norm.default",
-        "native_group_norm_backward.default",
-        "native_layer_norm.default",
-        "native_layer_norm_backward.default",
-        "new_ones.default",
-        "new_zeros.default",
-        "nll_loss_backward.default",
-        "nll_loss_forward.default",
-        "ones.default",
-        "scalar_tensor.default",
-        "select_backward.default",
-        "slice_backward.default",
-        "sum.dim_IntList",
-        "tril.default",
+        "_log_softmax.default", "_log_softmax_backward_data.default", "_native_batch_norm_legit.no_stats",
+        "_native_batch_norm_legit_functional.default", "_safe_softmax.default", "_softmax.default",
+        "_softmax_backward_data.default", "_to_copy.default", "amax.default", "amin.default", "arange.default",
+        "cat.default", "elu_backward.default", "hardswish_backward.default", "hardtanh_backward.default",
+        "leaky_relu_backward.default", "mean.dim", "native_batch_norm_backward.default",
+        "native_group_norm.default", "native_group_norm_backward.default", "native_layer_norm.default",
+        "native_layer_norm_backward.default", "new_ones.default", "new_zeros.default",
+        "nll_loss_backward.default", "nll_loss_forward.default", "ones.default", "scalar_tensor.default",
+        "select_backward.default", "slice_backward.default", "sum.dim_IntList", "tril.default",
         "var_mean.correction",
     )
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

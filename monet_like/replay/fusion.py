@@ -27,7 +27,7 @@ from ..ir.program import RESIDENT_KINDS, Call, Ref, Task, refs
 from ..profile.measure import allocated_peak
 from ..profile.task_inputs import Inputs
 from ..runtime.codegen import Block, liveness, needed_at_end
-from ..runtime.operators import resolve
+from ..runtime.operators import results_of
 from .functional import functional, operators_of
 from .inductor import Compiled, compile_function
 
@@ -272,15 +272,8 @@ def _function(graph: _Graph, results: Sequence[int]) -> Callable[..., list[torch
 
     def function(*tensors: torch.Tensor) -> list[torch.Tensor]:
         known: dict[Ref | None, Any] = {Ref(value): tensor for value, tensor in zip(graph.inputs, tensors, strict=True)}
-
-        def given(leaf: Any) -> Any:
-            if isinstance(leaf, tuple | list):
-                return [given(part) for part in leaf]
-            return known[leaf] if isinstance(leaf, Ref) else leaf
-
         for call in graph.calls:
-            result = resolve(call.op)(*map(given, call.args), **{name: given(leaf) for name, leaf in call.kwargs})
-            known.update(zip(call.outs, result if call.unpack else (result,), strict=True))
+            known.update(zip(call.outs, results_of(call, known), strict=True))
         for value, ref in graph.back:
             known[Ref(value)].copy_(known[ref])
         return [known[Ref(value)] for value in results]

@@ -16,7 +16,7 @@ import torch
 from ..capture.captured import Captured, TensorMeta, shape_mode
 from ..ir.program import Call, Program, Ref, Task, refs
 from ..runtime.codegen import Block, needed_at_end
-from ..runtime.operators import resolve
+from ..runtime.operators import results_of
 from ..variants.editor import renamed
 
 _SUMS = frozenset({"aten.add.Tensor", "aten.add_.Tensor"})
@@ -67,7 +67,7 @@ def _zero_gradients(program: Program) -> frozenset[int]:
     """
     zeros: set[int] = set()
     incoming = set(program.tangents)
-    for task in (*program.tasks, *(task for slot in program.slots for task in slot)):
+    for task in program.every_task():
         if not incoming.isdisjoint(task.reads):
             incoming.update(task.writes)
         elif task.calls[-1].op == "aten.zeros.default" or not zeros.isdisjoint(task.reads):
@@ -203,18 +203,10 @@ def _meta_of(wanted: Ref, task: Task, captured: Captured) -> TensorMeta:
         for call in task.calls:
             if call.op in _OF_THE_GENERATOR:
                 continue
-            kwargs = {name: _looked_up(leaf, known) for name, leaf in call.kwargs}
-            made = resolve(call.op)(*_looked_up(call.args, known), **kwargs)
-            known.update((out, t) for out, t in zip(call.outs, made if call.unpack else (made,), strict=False) if out)
+            known.update((out, made) for out, made in zip(call.outs, results_of(call, known), strict=False) if out)
             if wanted in known:
                 return TensorMeta.of(known[wanted])
     raise AssertionError(f"{task.name} does not make {wanted}")
-
-
-def _looked_up(leaf: Any, known: Mapping[Ref, Any]) -> Any:
-    if isinstance(leaf, tuple | list):
-        return type(leaf)(_looked_up(part, known) for part in leaf)
-    return known[leaf] if isinstance(leaf, Ref) else leaf
 
 
 def _without_unused(program: Program, blocks: Sequence[Block], takes: tuple[int, ...]) -> list[Block]:

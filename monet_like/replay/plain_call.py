@@ -47,7 +47,7 @@ class PlainCall:
     ) -> None:  # fmt: skip
         self._model, self._kept, self._spec, self._instead = weakref.ref(model), weakref.ref(kept), spec, instead
         late = kept.reads is not None and kept.reads.has_late
-        self._leaves = [_held(leaf) if late else _reference(leaf) for leaf in leaves]
+        self._leaves = [_reference(leaf, held=late) for leaf in leaves]
         self._changed = _read_and_changed(kept.captured)
         each = zip(kept.captured.buffers, kept.residents()[1], strict=True)
         again = [buffer for (_, value), buffer in each if value in self._changed] if late else []
@@ -201,22 +201,16 @@ def _read_and_changed(captured: Captured) -> frozenset[int]:
     )
 
 
-def _held(leaf: Any) -> Callable[[], Any]:
-    return lambda: leaf
-
-
-def _reference(leaf: Any) -> Callable[[], Any]:
-    return weakref.ref(leaf) if isinstance(leaf, torch.Tensor) else _held(leaf)
+def _reference(leaf: Any, *, held: bool) -> Callable[[], Any]:
+    return weakref.ref(leaf) if isinstance(leaf, torch.Tensor) and not held else lambda: leaf
 
 
 def _cut(leaf: Any) -> Any:
     """An input whose gradient is a result: what has made it has a backward of its own."""
     if not isinstance(leaf, torch.Tensor) or leaf.grad_fn is None:
         return leaf
-    with torch.enable_grad():
-        return (
-            leaf.detach().requires_grad_().clone()
-        )  # no view, of which autograd makes another node when it is written
+    with torch.enable_grad():  # no view, of which autograd makes another node when it is written
+        return leaf.detach().requires_grad_().clone()
 
 
 def _by_aliases(model: nn.Module, parameters: Sequence[torch.Tensor]) -> tuple[Callable[..., Any], list[torch.Tensor]]:

@@ -61,10 +61,7 @@ def cut_alike(captured: Captured, schedule: Schedule, segments: Sequence[Segment
     stretches: list[Stretch] = []
     start = 0
     for segment in segments:
-        keys = [
-            *(("parameter", index) for index in segment.parameters),
-            *(("input", index) for index in segment.inputs),
-        ]
+        keys = [*(("parameter", i) for i in segment.parameters), *(("input", i) for i in segment.inputs)]
         found = [(key, *ready[key].pop(0)) for key in keys]
         stop = max(start, *(slot + 1 for _, slot, _ in found))
         stretches.append((start, stop, [(*key, tensor) for key, _, tensor in found]))

@@ -41,13 +41,7 @@ from ..variants import admitted
 from .branches import known_answers
 from .checks.call_keys import arguments, structure
 from .checks.changed_inputs import check_changeable
-from .checks.compatibility import (
-    carried_over,
-    check_program,
-    has_liger,
-    mismatch,
-    replayed_in_words,
-)
+from .checks.compatibility import carried_over, check_program, has_liger, mismatch, replayed_in_words
 from .checks.transforms import check_transforms
 from .checks.twins import warn_of_liger, warn_of_twins
 from .kept_steps import KeptStep, KeptSteps
@@ -328,7 +322,7 @@ class Stepping(StandIn):
             warn_caller(
                 f"{type(self._model).__name__} was captured for {MANY_STEPS} different calls{last}, which takes time "
                 "and memory; pad inputs to few shapes, and pass numbers that change, attributes of modules among them, "
-                "as tensors",
+                "as tensors"
             )
         return kept
 

@@ -87,11 +87,7 @@ class CompiledStep:
         self.captured = replace(captured, reads=None, constants=Constants())
         self.inner_results = inner_results(captured)
         program = captured.program
-        self.residents = (
-            *(v for _, v in captured.parameters),
-            *(v for _, v in captured.buffers),
-            *captured.inputs,
-        )
+        self.residents = (*(v for _, v in captured.parameters), *(v for _, v in captured.buffers), *captured.inputs)
         stretches = cut_alike(captured, schedule, segments) if segments else cut(captured, schedule)
         runs = [tasks_of(captured, schedule, start, stop) for start, stop, _ in stretches]
         forward, *runs = with_run_bytes([tuple(program.tasks[i] for i in schedule.forward), *runs], run_bytes)

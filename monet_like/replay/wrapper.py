@@ -23,11 +23,7 @@ from ..ir.units import format_bytes, format_seconds
 from ..nn.sync_batch_norm import is_synchronised
 from ..profile.devices import known_limits, machine_at
 from ..runtime.streamed_block import Streamed
-from .checks.compatibility import (
-    check_shapes,
-    told_of_order,
-    warn_elsewhere,
-)
+from .checks.compatibility import check_shapes, told_of_order, warn_elsewhere
 from .inductor import check_inductor
 from .kept_steps import KeptSteps
 from .memory.arena import Arena
@@ -113,7 +109,10 @@ class ScheduleWrapper(Stepping):
             raise UsageError("the model is already wrapped in a ScheduleWrapper")
         check_initialized(model)
         settle(model)
-        check_backend(backend, device_of(model))
+        if backend not in BACKENDS:
+            raise UsageError(f"backend {backend!r} is unknown; give {' or '.join(BACKENDS)}")
+        if backend == "inductor":
+            check_inductor(device_of(model))
         self.__dict__["_model"] = model
         self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
@@ -184,15 +183,3 @@ def _loaded(solution: str | Path | ScheduleRecord, device: torch.device) -> Sche
         limits = known_limits(machine_at(device).name)
         return find_record(str(solution), device=device.type, near=limits.name if limits else "")
     return ScheduleRecord.load(Path(solution))
-
-
-def check_backend(backend: str, device: torch.device) -> None:
-    """Check that ``backend`` can replay schedules on ``device``.
-
-    Raises:
-        UsageError: it is unknown, or lacks its compiler.
-    """
-    if backend not in BACKENDS:
-        raise UsageError(f"backend {backend!r} is unknown; give {' or '.join(BACKENDS)}")
-    if backend == "inductor":
-        check_inductor(device)

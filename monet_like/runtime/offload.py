@@ -70,13 +70,7 @@ def fetch_start(
     host: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """As `fetch`, but the contents are there only after `fetch_end`."""
-    made = torch.empty_strided(size, stride, dtype=dtype, device=device)
-    flat = _flat(made)
-    if device.type == "cuda":
-        made.done = _copy_beside(flat, host, made)  # type: ignore[attr-defined]
-    else:
-        made.done = _thread().submit(_copy_by_pieces, [flat, host, host])  # type: ignore[attr-defined]
-    return made
+    return fetched_in_parts([host], size, stride, dtype, device)
 
 
 def fetch_end(made: Tensor) -> Tensor:
@@ -103,11 +97,12 @@ def fetched_in_parts(
     parts: Sequence[Tensor], size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """As `fetch_start`, from the parts that `sent_in_parts` has made."""
-    if device.type != "cuda":
-        return fetch_start(parts[0], size, stride, dtype, device)
     made = torch.empty_strided(size, stride, dtype=dtype, device=device)
     for part, to in zip(parts, _flat(made).split([part.numel() for part in parts]), strict=True):
-        made.done = _copy_beside(to, part, made)  # type: ignore[attr-defined]
+        if device.type == "cuda":
+            made.done = _copy_beside(to, part, made)  # type: ignore[attr-defined]
+        else:
+            made.done = _thread().submit(_copy_by_pieces, [to, part, part])  # type: ignore[attr-defined]
     return made
 
 

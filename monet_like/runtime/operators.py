@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 
 from ..errors import CaptureError
+from ..ir.program import Call, Ref
 from ..ops import convolution
 from ..ops.recurrent import onednn_layer
 from ..ops.registry import CUDNN, NAMESPACE
@@ -101,6 +102,22 @@ def resolve(name: str) -> Callable[..., Any]:
     if name in BY_ALGORITHM:
         return or_pytorchs_own(op, getattr(convolution, name.split(".")[1]))
     return BINDINGS.get(name) or getattr(op, "_op", op)  # the C++ function itself: one Python frame less for every call
+
+
+def results_of(call: Call, known: Mapping[Any, Any]) -> Sequence[Any]:
+    """Run a call; its results, one for each of its ``outs``.
+
+    Args:
+        known: by `Ref`, what it reads.
+    """
+
+    def given(leaf: Any) -> Any:
+        if isinstance(leaf, tuple | list):
+            return [given(part) for part in leaf]
+        return known[leaf] if isinstance(leaf, Ref) else leaf
+
+    result = resolve(call.op)(*map(given, call.args), **{name: given(leaf) for name, leaf in call.kwargs})
+    return result if call.unpack else (result,)
 
 
 def schema_of(name: str) -> Any:

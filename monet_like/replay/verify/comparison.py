@@ -95,14 +95,9 @@ def differences(plain: Tensors, other: Tensors, known: Differences | None = None
 
 
 def compare(
-    plain: Tensors,
-    found: Tensors,
-    rounding: Differences | None = None,
-    *,
-    eps: float = 0.0,
-    tf32: bool = False,
+    plain: Tensors, found: Tensors, rounding: Differences | None = None, *, eps: float = 0.0, tf32: bool = False,
     transforms: bool = False,
-) -> tuple[Verdict, ...]:
+) -> tuple[Verdict, ...]:  # fmt: skip
     """Compare the results of a step (outputs, gradients, buffers) with plain PyTorch's.
 
     Args:
@@ -137,32 +132,17 @@ def compare(
         elif name not in scales:
             verdicts.append(Verdict(name, math.inf, reason="is of whole numbers and differs"))
         else:
-            errors = _apart(mine, found[name])
-            verdicts.append(
-                _judge(
-                    name,
-                    mine.dtype,
-                    errors,
-                    rounding.get(name, (0.0, 0.0)),
-                    scales[name],
-                    largest[_kind(name)],
-                    eps,
-                    least if mine.dtype == torch.float32 else 0.0,
-                )
-            )
+            errors, roundings = _apart(mine, found[name]), rounding.get(name, (0.0, 0.0))
+            of_dtype = least if mine.dtype == torch.float32 else 0.0
+            sizes = scales[name], largest[_kind(name)]
+            verdicts.append(_judge(name, mine.dtype, errors, roundings, *sizes, eps, of_dtype))
     return tuple(verdicts)
 
 
 def _judge(
-    name: str,
-    dtype: torch.dtype,
-    errors: tuple[float, ...],
-    roundings: tuple[float, ...],
-    scales: tuple[float, ...],
-    largest: tuple[float, ...],
-    eps: float,
-    least: float,
-) -> Verdict:
+    name: str, dtype: torch.dtype, errors: tuple[float, ...], roundings: tuple[float, ...], scales: tuple[float, ...],
+    largest: tuple[float, ...], eps: float, least: float,
+) -> Verdict:  # fmt: skip
     """The verdict on a tensor of real numbers that differs: by the norm that is nearer to its tolerance.
 
     ``least``: the least tolerance, relative to the tensor itself.

@@ -46,11 +46,7 @@ def admitted_kinds() -> frozenset[str]:
     """
     if os.environ.get("NVIDIA_TF32_OVERRIDE") == "0":
         return frozenset()
-    asked = {
-        "convolution": _BACKENDS.cudnn.conv,
-        "recurrent": _BACKENDS.cudnn.rnn,
-        "product": _BACKENDS.cuda.matmul,
-    }
+    asked = {"convolution": _BACKENDS.cudnn.conv, "recurrent": _BACKENDS.cudnn.rnn, "product": _BACKENDS.cuda.matmul}
     return frozenset(kind for kind, settings in asked.items() if settings.fp32_precision == "tf32")
 
 
