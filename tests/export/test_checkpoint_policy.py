@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from click.testing import CliRunner
-from later import Later
+from layers import Block
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torchvision.models.resnet import BasicBlock
@@ -27,7 +26,6 @@ from monet_like.export.selective import SelectivePolicy, checkpoint_policy
 from monet_like.job.solved import SolvedPlan
 from monet_like.replay.verify.steps import step_peak
 
-transformers = Later("transformers")
 CPU = torch.device("cpu")
 NET = """import torch
 from torch import nn
@@ -51,25 +49,6 @@ def make_inputs(batch):
 """
 #: The loss and its gradients, numbers that some results of a step hold a little longer.
 ALLOWANCE_BYTES = 256
-
-
-class Block(nn.Module):
-    """A layer of a decoder, with two dropouts."""
-
-    def __init__(self, causal: bool = True) -> None:
-        super().__init__()
-        self.causal = causal
-        self.norm1, self.norm2 = nn.LayerNorm(32), nn.LayerNorm(32)
-        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
-        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, width = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, 4, 8).permute(2, 0, 3, 1, 4)
-        heads = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        x = x + self.dropout(self.out(heads.transpose(1, 2).reshape(batch, length, width)))
-        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
 
 
 class Layered(nn.Module):
@@ -99,16 +78,20 @@ class Patches(nn.Module):
         return self.cut(images).flatten(2).transpose(1, 2)
 
 
+def block(causal: bool = True) -> nn.Module:
+    return Block(32, 4, causal=causal, tanh=False, dropout=0.1)
+
+
 def decoder() -> tuple[Layered, torch.Tensor]:
     torch.manual_seed(0)
-    model = Layered(nn.Embedding(50, 32), [Block() for _ in range(4)], nn.Linear(32, 50))
+    model = Layered(nn.Embedding(50, 32), [block() for _ in range(4)], nn.Linear(32, 50))
     return model, torch.randint(0, 50, (8, 64), generator=torch.Generator().manual_seed(1))
 
 
 def vit() -> tuple[Layered, torch.Tensor]:
     torch.manual_seed(0)
     head = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 10))
-    model = Layered(Patches(), [Block(causal=False) for _ in range(4)], head)
+    model = Layered(Patches(), [block(causal=False) for _ in range(4)], head)
     return model, torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 
 
@@ -145,9 +128,7 @@ def different(one: list[torch.Tensor], other: list[torch.Tensor]) -> int:
 
 @pytest.mark.slow(but=["decoder-60%"])
 @pytest.mark.parametrize(
-    ("net", "budget"),
-    [("decoder", "60%"), ("vit", "50%"), ("resnet", "75%")],
-    ids=lambda word: word,
+    ("net", "budget"), [("decoder", "60%"), ("vit", "50%"), ("resnet", "75%")], ids=lambda word: word
 )
 def test_a_step_equals_plain_pytorchs_and_its_peak_the_prediction(net: str, budget: str) -> None:
     model, x = NETS[net]()
@@ -202,7 +183,7 @@ def test_other_operators_are_refused_in_words(planned: Planned) -> None:
     layer = model.layers[1]
     layer.up = nn.Sequential(layer.up, nn.Tanh())
     with pytest.raises(
-        ScheduleError, match=r"does not match layers.1: call 26 is aten.tanh.default, and the plan has aten.gelu"
+        ScheduleError, match=r"does not match layers.1: call 30 is aten.tanh.default, and the plan has aten.gelu"
     ):
         model(x)
 
@@ -264,38 +245,6 @@ def test_the_whole_model_may_be_one_region() -> None:
     plain, checkpointed = copy.deepcopy(model), Whole(model, policy)
     assert different(step(checkpointed, x), step(plain, x)) == 0
     assert abs(step_peak(checkpointed, ((x,), {}), CPU) - policy.peak_bytes) <= ALLOWANCE_BYTES
-
-
-class Llama(nn.Module):
-    """A small Llama of Hugging Face; its logits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        config = transformers.LlamaConfig(
-            vocab_size=64, hidden_size=32, intermediate_size=88, num_hidden_layers=3, num_attention_heads=4,
-            num_key_value_heads=2, use_cache=False,
-        )  # fmt: skip
-        self.net = transformers.LlamaForCausalLM(config)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.net(input_ids=ids, use_cache=False).logits
-        return logits
-
-
-@pytest.mark.slow
-def test_hugging_face_takes_it_for_its_layers() -> None:
-    torch.manual_seed(0)
-    model = Llama()
-    plain, x = copy.deepcopy(model), torch.randint(0, 64, (8, 64))
-    plan = solved(model, x, "70%")
-    policy = checkpoint_policy(plan, regions="net.model.layers.*")
-    model.net.gradient_checkpointing_enable(
-        gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": policy}
-    )
-    assert different(step(model, x), step(plain, x)) == 0
-    # Plain PyTorch's peak is predicted 2 % too low for this model.
-    assert abs(step_peak(model, ((x,), {}), CPU) - policy.peak_bytes) <= 0.05 * policy.peak_bytes
-    assert len(set(saved_calls(policy))) > 1
 
 
 class Whole(nn.Module):

@@ -101,19 +101,7 @@ def test_offloaded_results_say_so() -> None:
 def test_the_command_writes_what_the_function_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("net.py").write_text(NET)
-    solve = (
-        "solve",
-        "net.py:Net",
-        "8",
-        "60%",
-        "normal",
-        "heuristic",
-        "--profile",
-        "roofline:a100",
-        "--out",
-        "n.pkl",
-        "--quiet",
-    )
+    solve = "solve net.py:Net 8 60% normal heuristic --profile roofline:a100 --out n.pkl --quiet"
     assert CliRunner().invoke(main, solve).exit_code == 0
     done = CliRunner().invoke(main, ("export", "n.pkl", "--model", "net.py:Net", "--json"))
     assert done.exit_code == 0, done.output

@@ -184,19 +184,7 @@ def test_the_command_writes_what_the_policy_reads(
     model = f"{Path(__file__)}:with_dropout"
 
     def exported(budget: str, to: str) -> Result:
-        solve = (
-            "solve",
-            model,
-            "256",
-            budget,
-            "normal",
-            "heuristic",
-            "--input-shape",
-            "64",
-            "--out",
-            "m.pkl",
-            "--quiet",
-        )
+        solve = f"solve '{model}' 256 {budget} normal heuristic --input-shape 64 --out m.pkl --quiet"
         done = CliRunner().invoke(main, solve)
         assert done.exit_code == 0, done.output
         regions = ("--regions", "layers.*") if to == "sac" else ()

@@ -68,18 +68,19 @@ class LlamaLayer(nn.Module):
 class Block(nn.Module):
     """A block with layer norms and a GELU: of a ViT, or with a causal mask of GPT-2."""
 
-    def __init__(self, width: int, heads: int, *, causal: bool, tanh: bool) -> None:
+    def __init__(self, width: int, heads: int, *, causal: bool, tanh: bool, dropout: float = 0.0) -> None:
         super().__init__()
         self.heads, self.causal, self.approximate = heads, causal, "tanh" if tanh else "none"
         self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(dropout) if dropout else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.first(x)).chunk(3, -1))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2).flatten(2)
-        x = x + self.out(attended)
-        return x + self.down(F.gelu(self.up(self.second(x)), approximate=self.approximate))
+        x = x + self.drop(self.out(attended))
+        return x + self.drop(self.down(F.gelu(self.up(self.second(x)), approximate=self.approximate)))
 
 
 class Level(nn.Module):

@@ -4,28 +4,20 @@ byte.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torchvision
-from later import Later
+from compiled import CPU, SCALARS, peaks, planned
 from torch import nn
-from torch._functorch.aot_autograd import make_boxed_func
 
 import monet_like
 from benchmarks.unrun_kernels import unrun_kernels
 from monet_like.inductor import choice, emission, groups, prices
 from monet_like.inductor.emission import Run
-from monet_like.inductor.planned_graph import PlannedGraph
 from monet_like.models.decoders import Decoder, Shape
 from monet_like.replay.verify.steps import step_peak, train_step
-
-inductor = Later("torch._inductor.compile_fx")
-CPU = torch.device("cpu")
-#: Bytes of the loss and its gradient, which no plan counts.
-SCALARS = 64
 
 
 class Rotations(nn.Module):
@@ -140,24 +132,6 @@ class Pooled(nn.Module):
         return nn.functional.max_pool2d(x, 3, 2, 1).square().mean()
 
 
-def peaks(
-    model: nn.Module, inputs: tuple[torch.Tensor, ...], budget: str, measured: bool, **changed: Any
-) -> tuple[int, PlannedGraph]:
-    """The peak of a step under a plan, and the plan.
-
-    Args:
-        measured: measure the costs of kernels.
-        changed: options in place of ours.
-    """
-    options = monet_like.compile_options(budget, quick=True, measured=measured)
-    torch._dynamo.reset()
-    function: Any = torch.compile(model, options={**options, **changed}, dynamic=False)
-    with unrun_kernels():
-        train_step(function, (inputs, {}))
-    (graph,) = options["custom_partitioner_fn"].graphs
-    return step_peak(function, (inputs, {}), CPU), graph
-
-
 def rotations() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     torch.manual_seed(0)
     return Rotations(), (torch.randn(256, 16),)
@@ -228,23 +202,15 @@ def classifier() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
 
 def test_gradients_that_are_larger_than_what_they_are_made_from_are_computed_last() -> None:
     model, (x,) = classifier()
-    options = monet_like.compile_options("100%", quick=True, measured=False)
-    backend = partial(
-        inductor.compile_fx, inner_compile=lambda graph, _, **__: make_boxed_func(graph.forward), config_patches=options
-    )
-    torch._dynamo.reset()
-    torch.compile(model, backend=backend, dynamic=False)(x).backward()
-    (graph,) = options["custom_partitioner_fn"].graphs
-    program = graph.program
-    large = 4 * 1024 * 256
+    graph, found = planned(model, (x,))
+    program, large = graph.program, 4 * 1024 * 256
     assert [program.values[v].bytes for ways in program.slots for v in ways[0].writes].index(large) == (
         len(program.slots) - 1
     )
-    for parameter in (found := {name: p.grad for name, p in model.named_parameters()}):
-        model.get_parameter(parameter).grad = None
-    model(x).backward()
-    for name, parameter in model.named_parameters():
-        assert torch.allclose(parameter.grad, found[name], rtol=1e-4, atol=1e-7), name  # type: ignore[arg-type]
+    model.zero_grad()
+    train_step(model, ((x,), {}))
+    for (name, parameter), gradient in zip(model.named_parameters(), found, strict=True):
+        assert torch.allclose(parameter.grad, gradient, rtol=1e-4, atol=1e-7), name  # type: ignore[arg-type]
     # While the layers run backward there is no gradient of the weight: their memory does not add up.
     assert graph.peak_bytes < 2 * large + 6 * x.nbytes
 
@@ -422,16 +388,8 @@ def test_results_that_inductor_writes_by_its_own_rules_need_more(
 
 
 def test_a_long_chain_of_elementwise_operators_is_written_now_and_then() -> None:
-    options = monet_like.compile_options("100%", quick=True, measured=False)
-    torch._dynamo.reset()
-    backend = partial(
-        inductor.compile_fx, inner_compile=lambda graph, _, **__: make_boxed_func(graph.forward), config_patches=options
-    )
     torch.manual_seed(0)
-    model, x = Chain(20), torch.randn(8, 32)
-    function: Any = torch.compile(model, backend=backend, dynamic=False)
-    function(x).backward()
-    (graph,) = options["custom_partitioner_fn"].graphs
+    graph, _ = planned(Chain(20), (torch.randn(8, 32),))
     tasks = graph.program.tasks
     written = [task.name for task in tasks if task.name.startswith("mul") and task.overwrites is None]
     # The k-th product calls 2**(k + 1) - 2 operators: 510 are more than Inductor may call for one. The linear layer

@@ -6,15 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from compiled import SCALARS, peaks
 from torch import nn
-
-import monet_like
-from benchmarks.unrun_kernels import unrun_kernels
-from monet_like.replay.verify.steps import step_peak, train_step
-
-CPU = torch.device("cpu")
-#: Bytes of the loss and its gradient, which no plan counts.
-SCALARS = 64
 
 
 class Patches(nn.Module):
@@ -39,14 +32,8 @@ class Patches(nn.Module):
 def test_a_step_with_permuted_images_needs_what_its_plan_says(layout: torch.memory_format) -> None:
     torch.manual_seed(0)
     model: Any = Patches().to(memory_format=layout)
-    example = (torch.randn(2, 4, 4, 8),), {}
-    options = monet_like.compile_options("100%", quick=True)
-    torch._dynamo.reset()
-    with unrun_kernels():
-        compiled: Any = torch.compile(model, options=options, dynamic=False)
-        train_step(compiled, example)
-        assert model.patches.weight.grad.stride() == model.patches.weight.stride()
-        (graph,) = options["custom_partitioner_fn"].graphs
-        conversions = sum("force_stride" in ways[0].name for ways in graph.program.slots)
-        assert conversions == (layout == torch.contiguous_format)
-        assert 0.99 * graph.peak_bytes <= step_peak(compiled, example, CPU) <= graph.peak_bytes + SCALARS
+    found, graph = peaks(model, (torch.randn(2, 4, 4, 8),), "100%", True)
+    assert model.patches.weight.grad.stride() == model.patches.weight.stride()
+    conversions = sum("force_stride" in ways[0].name for ways in graph.program.slots)
+    assert conversions == (layout == torch.contiguous_format)
+    assert 0.99 * graph.peak_bytes <= found <= graph.peak_bytes + SCALARS

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from later import Later
+from compiled import CPU, SCALARS, uncompiled
 from torch import nn
-from torch._functorch.aot_autograd import make_boxed_func
 from torch._higher_order_ops.invoke_subgraph import NestedCompileRegionOptions
 
 import monet_like
@@ -19,11 +17,6 @@ from monet_like.inductor.partitioner import PlannedPartitioner
 from monet_like.replay.verify.steps import step_peak, train_step
 from monet_like.torch_versions import release
 
-inductor = Later("torch._inductor.compile_fx")
-
-CPU = torch.device("cpu")
-#: Bytes of the loss and its gradient, which no plan counts.
-SCALARS = 64
 #: For what is around the regions: PyTorch 2.14 and 2.15 are wrong with either of them.
 AROUND = {"inplace_buffers": False, "allow_buffer_reuse": False}
 
@@ -75,16 +68,11 @@ def regional() -> Any:
         yield
 
 
-def run_as_it_is(graph: torch.fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Any:
-    return make_boxed_func(graph.forward)
-
-
 def test_equal_regions_are_planned_once() -> None:
     model, x = blocks()
     wanted = gradients(model, model, x)
     partitioner, around = with_regions(model, "80%")
-    backend = partial(inductor.compile_fx, inner_compile=run_as_it_is, config_patches=around)
-    found = gradients(model, torch.compile(model, fullgraph=True, backend=backend), x)
+    found = gradients(model, torch.compile(model, fullgraph=True, backend=uncompiled(around)), x)
     assert (found - wanted).norm() < 1e-5 * wanted.norm()
     assert len(partitioner.graphs) == 2  # nobody asks for the gradient of the first block's input
     assert [graph.equal for graph in partitioner.graphs] == [1, 1]  # PyTorch asks once for equal regions
@@ -96,7 +84,7 @@ def test_equal_regions_are_planned_once() -> None:
 def test_regions_of_a_graph_that_reuses_buffers_are_refused_in_words(left: str) -> None:
     model, x = blocks()
     _, around = with_regions(model, "80%")
-    backend = partial(inductor.compile_fx, inner_compile=run_as_it_is, config_patches={**around, left: True})
+    backend = uncompiled({**around, left: True})
     with pytest.raises(Exception, match="wrong gradients for graphs with nested regions"):
         torch.compile(model, fullgraph=True, backend=backend)(x)
 

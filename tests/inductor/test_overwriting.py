@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from later import Later
+from compiled import SCALARS, peaks, planned
 from torch import nn
 from torch._functorch import config
-from torch._functorch.aot_autograd import make_boxed_func
 
-import monet_like
-from benchmarks.unrun_kernels import unrun_kernels
 from monet_like.inductor.in_place import settled
 from monet_like.inductor.planned_graph import PlannedGraph
 from monet_like.ir.schedule import Schedule
 from monet_like.ir.simulate import simulate
-from monet_like.replay.verify.steps import step_peak, train_step
+from monet_like.replay.verify.steps import train_step
 
-inductor = Later("torch._inductor.compile_fx")
-
-CPU = torch.device("cpu")
-#: Bytes of the loss and its gradient, which no plan counts.
-SCALARS = 64
 LOGITS = 4 * 256 * 512
 
 
@@ -82,21 +73,6 @@ def turned() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     return Turned(), (torch.randn(1024, 32),)
 
 
-def planned(
-    model: nn.Module, inputs: tuple[torch.Tensor, ...], budget: str | int = "100%"
-) -> tuple[PlannedGraph, list[torch.Tensor]]:
-    """The plan of a model's graph, and the gradients when its graphs are run operator by operator."""
-    options = monet_like.compile_options(budget, quick=True, measured=False)
-    run = lambda graph, _, **__: make_boxed_func(graph.forward)  # noqa: E731
-    torch._dynamo.reset()
-    model.zero_grad(set_to_none=True)
-    backend = partial(inductor.compile_fx, inner_compile=run, config_patches=options)
-    result = torch.compile(model, backend=backend, dynamic=False)(*inputs)
-    (result[0] if isinstance(result, tuple) else result).backward()
-    (graph,) = options["custom_partitioner_fn"].graphs
-    return graph, [p.grad for p in model.parameters() if p.grad is not None]
-
-
 def overwritten(graph: PlannedGraph) -> list[str]:
     """Names of the forward values that the plan's slots overwrite."""
     ways = (slot[k] for slot, k in zip(graph.program.slots, graph.schedule.ways, strict=True))
@@ -117,7 +93,7 @@ def test_the_gradient_of_the_logits_takes_the_memory_of_the_saved_logits() -> No
     )  # when the gradients of the layer are there; 4: the loss
     assert other.peak_bytes >= weights + given + 2 * LOGITS
     model.zero_grad(set_to_none=True)
-    model(*inputs).backward()
+    train_step(model, (inputs, {}))
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         assert torch.allclose(parameter.grad, gradient, rtol=1e-4, atol=1e-7)  # type: ignore[arg-type]
     planned(model, inputs, graph.peak_bytes)
@@ -189,12 +165,6 @@ def test_without_donated_buffers_saved_values_are_overwritten_in_the_forward_alo
 @pytest.mark.parametrize(("make", "budget"), [(head, "100%"), (normed, "100%"), (normed, "80%"), (turned, "70%")])
 @pytest.mark.parametrize("donated", [True, False])
 def test_a_step_needs_what_is_predicted_to_the_byte(make: Any, budget: str, donated: bool) -> None:
-    model, inputs = make()
-    options = monet_like.compile_options(budget, quick=True, measured=False)
-    torch._dynamo.reset()
-    with config.patch(donated_buffer=donated), unrun_kernels():
-        function: Any = torch.compile(model, options=options, dynamic=False)
-        train_step(function, (inputs, {}))
-        found = step_peak(function, (inputs, {}), CPU)
-    (graph,) = options["custom_partitioner_fn"].graphs
+    with config.patch(donated_buffer=donated):
+        found, graph = peaks(*make(), budget, False)
     assert abs(found - graph.peak_bytes) <= SCALARS

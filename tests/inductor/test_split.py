@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from later import Later
+from compiled import planned
 from torch import nn
-from torch._functorch.aot_autograd import make_boxed_func
 
-import monet_like
 from monet_like.capture.lower.step import capture
 from monet_like.inductor import joint, partitioner, prices, split
 from monet_like.inductor.planned_graph import PlannedGraph
@@ -19,8 +16,6 @@ from monet_like.ir.program import Cost
 from monet_like.profile.devices import DEVICES
 from monet_like.profile.roofline import roofline
 from monet_like.variants import admitted
-
-inductor = Later("torch._inductor.compile_fx")
 
 #: Bytes of a layer's input, of its gradient, of a weight.
 IMAGE, WEIGHT = 4 * 8 * 16 * 32 * 32, 4 * 16 * 16 * 9
@@ -32,27 +27,15 @@ def net() -> tuple[nn.Module, torch.Tensor]:
     return nn.Sequential(*layers, nn.Conv2d(16, 16, 3, stride=2, groups=16)), torch.randn(8, 16, 32, 32)
 
 
-def planned(model: nn.Module, x: torch.Tensor) -> tuple[PlannedGraph, list[torch.Tensor]]:
-    options = monet_like.compile_options("100%", quick=True, measured=False)
-    run = lambda graph, _, **__: make_boxed_func(graph.forward)  # noqa: E731
-    torch._dynamo.reset()
-    model.zero_grad(set_to_none=True)
-    function: Any = torch.compile(
-        model, backend=partial(inductor.compile_fx, inner_compile=run, config_patches=options)
-    )
-    function(x).square().mean().backward()
-    return options["custom_partitioner_fn"].graphs[0], [p.grad for p in model.parameters() if p.grad is not None]
-
-
 def test_both_gradients_of_a_convolution_are_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = net()
-    graph, found = planned(model, x)
+    graph, found = planned(model, (x,))
     calls = [ways[0] for ways in graph.program.slots if "convolution_backward" in ways[0].name]
     assert len(calls) == 7  # the first layer's input has no gradient
     sizes = [{graph.program.values[v].bytes for v in way.writes} & {IMAGE, WEIGHT} for way in calls[2:6]]
     assert sizes == [{WEIGHT}, {IMAGE}] * 2
     monkeypatch.setattr(joint, "split_convolutions", lambda graph: None)
-    other, wanted = planned(model, x)
+    other, wanted = planned(model, (x,))
     assert len(other.program.slots) == len(graph.program.slots) - 3
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     assert graph.peak_bytes <= other.peak_bytes
@@ -66,9 +49,9 @@ def test_a_small_convolution_keeps_its_one_call_on_a_cpu(monkeypatch: pytest.Mon
     def calls(graph: PlannedGraph) -> int:
         return sum("convolution_backward" in ways[0].name for ways in graph.program.slots)
 
-    graph, found = planned(model, x)
+    graph, found = planned(model, (x,))
     monkeypatch.setattr(split, "LARGE", 0.0)
-    every, wanted = planned(model, x)
+    every, wanted = planned(model, (x,))
     assert (calls(graph), calls(every)) == (8, 9)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
@@ -85,7 +68,7 @@ def test_estimates_for_a_gpu_are_those_of_eager_plans(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(partitioner, "prices", noted)
     monkeypatch.setattr(prices, "device_of", lambda device, _: prices.Device(device, DEVICES["h100"]))
-    planned(model, x)
+    planned(model, (x,))
     captured = admitted(capture(model, (x,), {}), "normal")
     costs = roofline(captured, DEVICES["h100"])
     wanted = [
