@@ -26,6 +26,7 @@ from monet_like.variants import admitted
 CUDA = torch.device("cuda", 0)
 MODE = "inplace_conv_multiway_newnode"
 HERE = torch.cuda.is_available()
+Made = tuple[nn.Module, tuple[torch.Tensor, ...]]
 
 
 class Decoder(nn.Module):
@@ -91,69 +92,21 @@ class WrittenOut(nn.Module):
         return nn.functional.smooth_l1_loss(y, z.mean(-1)) + torch.logsumexp(z, -1).mean()
 
 
-def image(model: nn.Module, size: int = 64, batch: int = 4) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+def image(model: nn.Module, size: int = 64, batch: int = 4) -> Made:
     return model, (torch.randn(batch, 3, size, size),)
 
 
-#: How to make a model and its inputs, the dtype of autocast, that of the parameters, and whether it is channels-last.
-Case = tuple[Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]], torch.dtype | None, torch.dtype, bool]
-_FLOAT, _BF16, _FP16 = torch.float32, torch.bfloat16, torch.float16
-
-
-def _resnet() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+def _resnet() -> Made:
     """One block as wide as its input, and one with a stride and a shortcut of its own."""
     model = torchvision.models.ResNet(BasicBlock, [1, 1, 1, 1], num_classes=10)
     model.layer3, model.layer4, model.fc = nn.Identity(), nn.Identity(), nn.Linear(128, 10)
     return image(model)
 
 
-def _vit() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    return image(torchvision.models.VisionTransformer(64, 16, 1, 4, 64, 128, num_classes=10, dropout=0.1))
-
-
-def _decoder() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    return Decoder(), (torch.randint(0, 256, (4, 32)),)
-
-
-def _unet() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    return image(UNet(width=8, depth=1))
-
-
-def _efficientnet() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+def _efficientnet() -> Made:
     """A block without expansion, one with a stride and one with a residual."""
     blocks = [MBConvConfig(1, 3, 1, 32, 16, 1), MBConvConfig(6, 5, 2, 16, 24, 2)]
     return image(torchvision.models.EfficientNet(blocks, 0.2, last_channel=96, num_classes=10))
-
-
-def _written_out() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    return WrittenOut(), (torch.randn(2, 8, 32),)
-
-
-def _grouped() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    return Grouped(), (torch.randn(2, 32, 64),)
-
-
-def _masked() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    return Grouped(), (torch.randn(2, 32, 64), torch.ones(32, 32, dtype=torch.bool).tril())
-
-
-def _padded() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    return Decoder(width=48), (torch.randint(0, 256, (4, 32)),)  # heads of twelve elements
-
-
-def _losses() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    return BinaryLoss(), (torch.rand(4, 8),)
-
-
-def _norms() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    layers = (
-        nn.RMSNorm(32),
-        nn.Linear(32, 32),
-        nn.RMSNorm(32, elementwise_affine=False),
-        nn.Linear(32, 8),
-        nn.RMSNorm((6, 8)),
-    )
-    return nn.Sequential(*layers), (torch.randn(4, 6, 32),)
 
 
 class Product(torch.autograd.Function):
@@ -181,14 +134,6 @@ class Shuffled(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return Product.apply(nn.functional.pixel_shuffle(self.conv(x), 2).flatten(1), self.weight)
-
-
-def _shuffled() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    return image(Shuffled(), size=8)
-
-
-def _narrow() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    return Decoder(width=24), (torch.randint(0, 256, (4, 32)),)  # heads of six elements
 
 
 class BinaryLoss(nn.Module):
@@ -224,55 +169,62 @@ class BatchNorms(nn.Module):
         return self.rows(y.mean(-1)).square().sum()
 
 
-def _batch_norms() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    return image(BatchNorms(), size=8)
+def _norms() -> nn.Module:
+    layers = nn.Linear(32, 32), nn.RMSNorm(32, elementwise_affine=False), nn.Linear(32, 8), nn.RMSNorm((6, 8))
+    return nn.Sequential(nn.RMSNorm(32), *layers)
 
 
-CASES: dict[str, Case] = {
-    "batch norms": (_batch_norms, None, _FLOAT, False),
-    "batch norms channels_last": (_batch_norms, None, _FLOAT, True),
-    "batch norms bfloat16": (_batch_norms, None, _BF16, False),
-    "batch norms channels_last autocast float16": (_batch_norms, _FP16, _FLOAT, True),
-    "resnet": (_resnet, None, _FLOAT, False),
-    "resnet channels_last": (_resnet, None, _FLOAT, True),
-    "resnet channels_last autocast": (_resnet, _BF16, _FLOAT, True),
-    "efficientnet channels_last autocast": (_efficientnet, _BF16, _FLOAT, True),
-    "unet autocast": (_unet, _BF16, _FLOAT, False),
-    "unet channels_last bfloat16": (_unet, None, _BF16, True),
-    "vit": (_vit, None, _FLOAT, False),
-    "vit autocast": (_vit, _BF16, _FLOAT, False),
-    "shuffled channels_last": (_shuffled, None, _FLOAT, True),
-    "shuffled channels_last autocast": (_shuffled, _BF16, _FLOAT, True),
-    "decoder of narrow heads": (_narrow, None, _FLOAT, False),
-    "decoder": (_decoder, None, _FLOAT, False),
-    "norms bfloat16": (_norms, None, _BF16, False),
-    "norms autocast": (_norms, _BF16, _FLOAT, False),
-    "decoder autocast": (_decoder, _BF16, _FLOAT, False),
-    "decoder bfloat16": (_decoder, None, _BF16, False),
-    "decoder of padded heads bfloat16": (_padded, None, _BF16, False),
-    "grouped": (_grouped, None, _FLOAT, False),
-    "grouped bfloat16": (_grouped, None, _BF16, False),
-    "grouped autocast": (_grouped, _BF16, _FLOAT, False),
-    "masked": (_masked, None, _FLOAT, False),
-    "masked bfloat16": (_masked, None, _BF16, False),
-    "written out": (_written_out, None, _FLOAT, False),
-    "written out autocast": (_written_out, _BF16, _FLOAT, False),
-    "binary loss autocast": (_losses, _BF16, _FLOAT, False),
+def _vit() -> nn.Module:
+    return torchvision.models.VisionTransformer(64, 16, 1, 4, 64, 128, num_classes=10, dropout=0.1)
+
+
+def words() -> tuple[torch.Tensor, ...]:
+    return (torch.randint(0, 256, (4, 32)),)
+
+
+#: Models and their inputs, by name.
+NETS: dict[str, Callable[[], Made]] = {
+    "batch norms": lambda: image(BatchNorms(), size=8),
+    "resnet": _resnet,
+    "efficientnet": _efficientnet,
+    "unet": lambda: image(UNet(width=8, depth=1)),
+    "vit": lambda: image(_vit()),
+    "shuffled": lambda: image(Shuffled(), size=8),
+    "decoder": lambda: (Decoder(), words()),
+    "decoder of narrow heads": lambda: (Decoder(width=24), words()),  # of six elements
+    "decoder of padded heads": lambda: (Decoder(width=48), words()),  # of twelve
+    "norms": lambda: (_norms(), (torch.randn(4, 6, 32),)),
+    "grouped": lambda: (Grouped(), (torch.randn(2, 32, 64),)),
+    "masked": lambda: (Grouped(), (torch.randn(2, 32, 64), torch.ones(32, 32, dtype=torch.bool).tril())),
+    "written out": lambda: (WrittenOut(), (torch.randn(2, 8, 32),)),
+    "binary loss": lambda: (BinaryLoss(), (torch.rand(4, 8),)),
 }
+#: Behind a model's name: its layout, the dtype of its parameters, and autocast, to bfloat16 unless it says float16.
+WORDS = ("channels_last", "autocast", "float16", "bfloat16")
+CASES = [
+    "batch norms", "batch norms channels_last", "batch norms bfloat16", "batch norms channels_last autocast float16",
+    "resnet", "resnet channels_last", "resnet channels_last autocast", "efficientnet channels_last autocast",
+    "unet autocast", "unet channels_last bfloat16", "vit", "vit autocast", "shuffled channels_last",
+    "shuffled channels_last autocast", "decoder of narrow heads", "decoder", "norms bfloat16", "norms autocast",
+    "decoder autocast", "decoder bfloat16", "decoder of padded heads bfloat16", "grouped", "grouped bfloat16",
+    "grouped autocast", "masked", "masked bfloat16", "written out", "written out autocast", "binary loss autocast",
+]  # fmt: skip
 
 
 def captured(name: str) -> Captured:
     """A case with all variants."""
-    make, cast, dtype, channels_last = CASES[name]
-    model, inputs = make()
-    model.to(dtype)
-    inputs = tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)
-    if channels_last:
+    said = name.split()
+    model, inputs = NETS[" ".join(word for word in said if word not in WORDS)]()
+    casts, cast = "autocast" in said, torch.float16 if "float16" in said else torch.bfloat16
+    if "bfloat16" in said:
+        model.to(torch.bfloat16)
+        inputs = tuple(x.bfloat16() if x.is_floating_point() else x for x in inputs)
+    if "channels_last" in said:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         inputs = tuple(x.to(memory_format=torch.channels_last) for x in inputs)
     if HERE:
         model, inputs = model.to(CUDA), tuple(x.to(CUDA) for x in inputs)
-    with torch.autocast("cuda" if HERE else "cpu", cast or _BF16, enabled=cast is not None):
+    with torch.autocast("cuda" if HERE else "cpu", cast, enabled=casts):
         if HERE:
             return admitted(capture(model, inputs), MODE)
         torch.backends.cuda.enable_cudnn_sdp(False)  # as it is on the fake GPU

@@ -98,42 +98,25 @@ def mobilenet() -> Made:
     return model.to(memory_format=torch.channels_last), (images,)
 
 
-def vit() -> Made:
-    model = torchvision.models.VisionTransformer(64, 16, 3, 4, 64, 128, num_classes=10)
-    return model, (image(16, 64),)
+def vit(patch: int, layers: int, width: int, hidden: int, batch: int) -> Made:
+    model = torchvision.models.VisionTransformer(64, patch, layers, 4, width, hidden, num_classes=10)
+    return model, (image(batch, 64),)
 
 
-def large_vit() -> Made:
-    model = torchvision.models.VisionTransformer(64, 8, 2, 4, 256, 768, num_classes=10)
-    return model, (image(128, 64),)
-
-
-def unet() -> Made:
-    return UNet(width=8, depth=2), (image(6, 64),)
-
-
-def resnet18() -> Made:
-    return torchvision.models.resnet18(num_classes=10), (image(32, 64),)
-
-
-def decoder(batch: int = 8) -> Made:
+def decoder(batch: int) -> Made:
     return Decoder(), (torch.randint(0, 256, (batch, 128), device=CUDA),)
 
 
-def large_decoder() -> Made:
-    return decoder(128)
-
-
-#: Models, and how each is trained: autocast's dtype or none.
-CASES: dict[str, tuple[Callable[[], Made], torch.dtype | None]] = {
-    "mobilenet channels_last bfloat16": (mobilenet, torch.bfloat16),
-    "vit bfloat16": (vit, torch.bfloat16),
-    "large vit": (large_vit, None),
-    "unet": (unet, None),
-    "decoder": (decoder, None),
-    "decoder bfloat16": (decoder, torch.bfloat16),
-    "large decoder": (large_decoder, None),
-    "resnet18": (resnet18, None),
+#: Models; those whose names say bfloat16 are trained in autocast to it.
+CASES: dict[str, Callable[[], Made]] = {
+    "mobilenet channels_last bfloat16": mobilenet,
+    "vit bfloat16": lambda: vit(16, 3, 64, 128, batch=16),
+    "large vit": lambda: vit(8, 2, 256, 768, batch=128),
+    "unet": lambda: (UNet(width=8, depth=2), (image(6, 64),)),
+    "decoder": lambda: decoder(8),
+    "decoder bfloat16": lambda: decoder(8),
+    "large decoder": lambda: decoder(128),
+    "resnet18": lambda: (torchvision.models.resnet18(num_classes=10), (image(32, 64),)),
 }
 
 
@@ -155,9 +138,9 @@ class InAutocast(nn.Module):
 
 def planned(name: str, device: torch.device = CUDA, **options: Any) -> tuple[Any, tuple[Any, ...], nn.Module]:
     """A model with a schedule, its arguments, and the same in its autocast."""
-    made, dtype = CASES[name]
-    model, args = made()
+    model, args = CASES[name]()
     model, args = model.to(device), tuple(arg.to(device) for arg in args)
+    dtype = torch.bfloat16 if "bfloat16" in name else None
     with casting(dtype):
         wrapped = monet_like.auto_schedule(model, args, **{"memory_budget": "80%", "effort": "quick", **options})
     running = InAutocast(wrapped, dtype)
@@ -346,8 +329,7 @@ def distributed(name: str) -> dict[str, Any]:
 
 def workspaces(name: str) -> dict[str, Any]:
     """What the profile says that operators take beside their results, by the operator's name."""
-    made, _ = CASES[name]
-    model, args = made()
+    model, args = CASES[name]()
     request = Request(model.to(CUDA), (args, {}), "normal")
     captured = captured_for(request, request.example)
     costs, _ = measured_costs(request, captured, CUDA, timed=False)
@@ -360,8 +342,7 @@ def workspaces(name: str) -> dict[str, Any]:
 
 def copies(name: str) -> dict[str, Any]:
     """A profile; what is copied meanwhile is between two lines on stderr, after them a copy from the host."""
-    made, _ = CASES[name]
-    model, args = made()
+    model, args = CASES[name]()
     request = Request(model.to(CUDA), (args, {}), "normal")
     captured = captured_for(request, request.example)
     print("profiled", file=sys.stderr, flush=True)
@@ -505,8 +486,7 @@ def cublas(_: str) -> dict[str, Any]:
 
 def by_rates(name: str) -> dict[str, Any]:
     """Schedules of a datasheet's rates at several budgets: the variants they take, and what they need."""
-    made, _ = CASES[name]
-    model, args = made()
+    model, args = CASES[name]()
     example = (args, {})
     request = Request(
         model.to(CUDA), example, "inplace_conv_multiway_newnode", strategy="heuristic", solver="heuristic"
@@ -567,35 +547,12 @@ def saved(path: str) -> dict[str, Any]:
 WHAT = {
     what.__name__: what
     for what in (
-        train,
-        whole,
-        two_devices,
-        offload,
-        reserve,
-        placed,
-        distributed,
-        workspaces,
-        placed_loss,
-        timed,
-        by_rates,
-        attention,
-        saved,
-        copies,
-        live,
-        out_of_memory,
-        out_of_memory_in_blocks,
-        card,
-        moved,
-        cublas,
-        streamed.races,
-        streamed.weights,
-        streamed.larger,
-        streamed.no_room,
-        streamed.replicated,
-        streamed.offloaded,
+        train, whole, two_devices, offload, reserve, placed, distributed, workspaces, placed_loss, timed, by_rates,
+        attention, saved, copies, live, out_of_memory, out_of_memory_in_blocks, card, moved, cublas,
+        streamed.races, streamed.weights, streamed.larger, streamed.no_room, streamed.replicated, streamed.offloaded,
         streamed.offloading_blocks,
     )
-}
+}  # fmt: skip
 
 
 def answer(asked: Sequence[str]) -> NoReturn:
