@@ -49,6 +49,12 @@ class AnySchedule(ScheduleWrapper):
         return self.record, captured
 
 
+class OrPlain(AnySchedule):
+    """What is refused runs as the plain model, as by default."""
+
+    _on_new_input = "plan"
+
+
 #: Calls a model, and tells what a user sees: the model or its wrapper, the model itself, and a function that takes
 #: notes.
 Script = Callable[[nn.Module, nn.Module, Callable[..., None]], None]

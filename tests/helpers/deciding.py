@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 
 import torch
+from any_schedule import OrPlain, step
 from torch import nn
 
 Forward = Callable[..., torch.Tensor]
+Given = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Body(nn.Module):
@@ -31,3 +34,33 @@ def inputs(count: int = 6) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Inputs by which the branches above flip, at the third call and again."""
     drawn = [(torch.randn(8, 6), torch.randn(8, 6)) for _ in range(count)]
     return [(x, t.abs() if number % 3 == 2 else t - t.mean() - 0.01) for number, (x, t) in enumerate(drawn)]
+
+
+def trained(called: nn.Module, model: nn.Module, note: Callable[..., None], given: Given | None = None) -> None:
+    """A script of `any_schedule`: steps of SGD, and everything that each changes."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for x, t in inputs() if given is None else given:
+        optimizer.zero_grad(set_to_none=True)
+        note(step(called, x, t), x, t, *(p.grad for p in model.parameters()), *model.buffers())
+        optimizer.step()
+
+
+def said_of_new_answers(decide: Forward, given: Callable[[], Given]) -> str:
+    """The one warning of a form that has another answer in every call: a few are captured, then it runs as the plain
+    model, and stays exact.
+    """
+
+    def train(called: nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        return [step(called, *each).detach() for each in given()]
+
+    torch.manual_seed(0)
+    scheduled = OrPlain(Body(decide))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = train(scheduled)
+    assert scheduled.captures == 1 + 8
+    torch.manual_seed(0)
+    torch.testing.assert_close(found, train(Body(decide)), rtol=0, atol=0)
+    (said,) = (str(each.message) for each in told if "plain PyTorch" in str(each.message))
+    return said

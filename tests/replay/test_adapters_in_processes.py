@@ -57,9 +57,7 @@ def _sharded(rank: int, record: ScheduleRecord) -> None:
     for _ in turns(rank, plain, ours):
         pass
     assert len(ours._kept) == before + 1  # captured once for the gathered parameters
-    for one, other in zip(plain.parameters(), ours.parameters(), strict=True):
-        assert (one.grad is None) == (other.grad is None)
-        assert one.grad is None or torch.equal(one.grad.to_local(), other.grad.to_local())
+    assert_same(plain, ours)
 
 
 def _both(rank: int, record: ScheduleRecord) -> None:

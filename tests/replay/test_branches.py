@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from any_schedule import AnySchedule, assert_as_plain, step
-from deciding import Body, inputs
+from deciding import Body, Forward, inputs, said_of_new_answers, trained
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,8 +20,6 @@ from monet_like.capture.captured import fake_mode
 from monet_like.capture.lower.step import capture
 from monet_like.capture.trace.answers import recorded_answers
 from monet_like.errors import CaptureError
-
-Forward = Callable[..., torch.Tensor]
 
 
 def masked(m: Body, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
@@ -130,38 +128,20 @@ def checkpointed(m: Body, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
 
 
 ALL = [
-    masked,
-    clamped,
-    early,
-    repeated,
-    in_place,
-    averaged,
-    drawn,
-    caught,
-    asserted,
-    listed,
-    formatted,
-    compared,
-    indexed,
-    spread,
-    distributed,
-    checkpointed,
-]
-
-
-def trained(called: nn.Module, model: nn.Module, note: Callable[..., None]) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for number, (x, t) in enumerate(inputs()):
-        if number == 4 and model.decide is clamped:
-            t[0, 0] = torch.inf
-        optimizer.zero_grad(set_to_none=True)
-        note(step(called, x, t), x, t, *(p.grad for p in model.parameters()), *model.buffers())
-        optimizer.step()
+    masked, clamped, early, repeated, in_place, averaged, drawn, caught, asserted, listed, formatted, compared, indexed,
+    spread, distributed, checkpointed,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("decide", ALL, ids=lambda function: function.__name__)
 def test_branches_equal_plain_pytorch(decide: Forward) -> None:
-    assert_as_plain(lambda: Body(decide), trained, seed=2)
+    def script(called: nn.Module, model: nn.Module, note: Callable[..., None]) -> None:
+        given = inputs()
+        if decide is clamped:
+            given[4][1][0, 0] = torch.inf
+        trained(called, model, note, given)
+
+    assert_as_plain(lambda: Body(decide), script, seed=2)
 
 
 def test_a_branch_is_captured_once() -> None:
@@ -275,31 +255,8 @@ def test_invalid_parameters_of_a_distribution_are_an_error_as_in_plain_pytorch(m
 
 
 def test_numbers_that_are_new_in_every_call() -> None:
-    """A few are captured, then the form runs as the plain model, with one warning, and stays exact."""
-
-    def decide(m: Body, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        return m.last(m.hidden(x)) * t.abs().max().item()
-
-    def train(called: nn.Module) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        return [step(called, *given).detach() for given in inputs(14)]
-
-    torch.manual_seed(0)
-    model = Body(decide)
-    scheduled = AnySchedule(model)
-    scheduled._on_new_input = "plan"
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        found = train(scheduled)
-    said = [str(each.message) for each in told if "plain PyTorch" in str(each.message)]
-    assert (
-        len(said) == 1
-        and "compute with tensors instead" in said[0]
-        and "the answer of _local_scalar_dense was" in said[0]
-    )
-    assert scheduled.captures == 1 + 8
-    torch.manual_seed(0)
-    torch.testing.assert_close(found, train(Body(decide)), rtol=0, atol=0)
+    said = said_of_new_answers(lambda m, x, t: m.last(m.hidden(x)) * t.abs().max().item(), lambda: inputs(14))
+    assert "compute with tensors instead" in said and "the answer of _local_scalar_dense was" in said
 
 
 def test_fake_inputs_have_no_values() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from any_schedule import AnySchedule, step
+from any_schedule import AnySchedule, OrPlain, step
 from torch import nn
 
 from monet_like.capture.lower.step import capture
@@ -163,12 +163,6 @@ def test_functions_of_what_was_there_are_set() -> None:
 # Only some calls can ------------------------------------------------------------------------------------------------
 
 
-class Falls(AnySchedule):
-    """What is refused runs as the plain model."""
-
-    _on_new_input = "plan"
-
-
 class Switch:
     """Whether something is impossible now: where no guard looks."""
 
@@ -269,7 +263,7 @@ def told(name: str, wrapped: bool) -> tuple[list[Any], list[str]]:
         sets(held)
 
     body = Body(both)
-    model = Falls(body) if wrapped else body
+    model = OrPlain(body) if wrapped else body
     notes: list[Any] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from any_schedule import AnySchedule, assert_as_plain
+from any_schedule import AnySchedule, OrPlain, assert_as_plain
 from nets import Net, linear, rows
 from torch import nn
 from training import tensors
@@ -50,8 +50,7 @@ def ask(given: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("use", "said"),
-    [(keep, r"has retain_grad\(\)"), (change, "has a hook"), (ask, "is in a loss")],
+    ("use", "said"), [(keep, r"has retain_grad\(\)"), (change, "has a hook"), (ask, "is in a loss")]
 )
 def test_the_whole_gradient_of_an_inner_result_is_refused(use: Callable[..., None], said: str) -> None:
     called = AnySchedule(Net(features, linear(), linear()))
@@ -61,12 +60,6 @@ def test_the_whole_gradient_of_an_inner_result_is_refused(use: Callable[..., Non
         use(called(rows()))
     loss(called(rows())).backward()
     assert called.captures == 1
-
-
-class Goes(AnySchedule):
-    """Runs as the plain model from the first call on that a schedule cannot serve."""
-
-    _on_new_input = "plan"
 
 
 def normed(net: Net, first: nn.Module, norm: nn.Module, second: nn.Module, x: torch.Tensor) -> Any:
@@ -102,7 +95,7 @@ def many(given: dict[str, torch.Tensor], note: Callable[..., None], x: torch.Ten
 def test_a_run_that_asks_for_more_than_a_schedule_computes_goes_on(use: Callable[..., None]) -> None:
     """Beginning with that call, to the bit; a hook of a parameter still runs once."""
     found = []
-    for wrap in (lambda model: model, Goes):
+    for wrap in (lambda model: model, OrPlain):
         torch.manual_seed(0)
         model = Net(normed, linear(), nn.BatchNorm1d(8), linear())
         model.factor = 0.3 if use is not many else 0.0
@@ -119,12 +112,12 @@ def test_a_run_that_asks_for_more_than_a_schedule_computes_goes_on(use: Callable
                 notes += [x.grad, model.aux, *(t.clone() for t in (*model.parameters(), *model.buffers()))]
                 notes += [parameter.grad.clone() for parameter in model.parameters()]
         found.append([*notes, torch.get_rng_state()])
-        assert sum("runs as plain PyTorch" in str(one.message) for one in told) == (wrap is Goes)
+        assert sum("runs as plain PyTorch" in str(one.message) for one in told) == (wrap is OrPlain)
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 def test_what_cannot_be_repeated_is_still_refused() -> None:
-    called = Goes(Net(features, linear(), linear()))
+    called = OrPlain(Net(features, linear(), linear()))
     given = called(rows())
     called.layers[1].bias.data.fill_(0)  # type: ignore[index]
     called.function = beside

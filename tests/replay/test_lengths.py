@@ -65,9 +65,7 @@ def test_shorter_sequences_follow_the_same_decisions_exactly(
         assert line.startswith(f"test: int64[{rows}, {length}], int64[{rows}, {length}] by the ")
 
 
-def test_longer_sequences_and_other_ranks_are_refused(
-    planned: tuple[nn.Module, ScheduleRecord, Captured],
-) -> None:
+def test_longer_sequences_and_other_ranks_are_refused(planned: tuple[nn.Module, ScheduleRecord, Captured]) -> None:
     model, record, captured = planned
     wrapped = ScheduleWrapper(twin(model), record, example=((), batch(3, 16)), captured=captured)
     for rows, length in ((3, 17), (4, 5)):

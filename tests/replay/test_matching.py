@@ -248,12 +248,7 @@ def test_a_fingerprint_is_that_of_every_batch() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"dtype": "quint8"},
-        {"dtype": "int64", "requires_grad": True},
-        {"shape": (2**70,)},
-        {"shape": (4, 2**62)},
-    ],
+    [{"dtype": "quint8"}, {"dtype": "int64", "requires_grad": True}, {"shape": (2**70,)}, {"shape": (4, 2**62)}],
 )
 def test_an_input_that_cannot_be_made(record: ScheduleRecord, changes: dict[str, object]) -> None:
     (spec,) = record.inputs

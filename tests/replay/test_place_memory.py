@@ -8,6 +8,7 @@ import logging
 import pickle
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -116,12 +117,17 @@ def test_the_block_is_as_small_as_the_step_allows() -> None:
     assert memory(placed).placed_bytes == at_once
 
 
+def called(model: nn.Module, number: int, batch: int = 8) -> torch.Tensor:
+    """The result of a step with random masks and images of its own."""
+    torch.manual_seed(number)
+    return model(images(batch, seed=number))
+
+
 def kept_results(model: nn.Module) -> list[torch.Tensor]:
     """A trainer that keeps every result: their places are taken when the next step wants them."""
     kept = []
     for number in range(6):
-        torch.manual_seed(number)
-        result = model(images(seed=number))
+        result = called(model, number)
         result.sum().backward()
         kept.append(result.detach())
     return kept
@@ -131,8 +137,7 @@ def kept_later(model: nn.Module) -> list[torch.Tensor]:
     """Results and gradients that no step outlived while it was recorded, and from then on all do."""
     kept = []
     for number in range(8):
-        torch.manual_seed(number)
-        result = model(images(seed=number))
+        result = called(model, number)
         result.sum().backward()
         if number > RECORDED + 1:
             kept += [result.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
@@ -144,8 +149,7 @@ def kept_later(model: nn.Module) -> list[torch.Tensor]:
 def two_forwards(model: nn.Module) -> list[torch.Tensor]:
     found = []
     for number in range(5):
-        torch.manual_seed(number)
-        (model(images(seed=number)).sum() * model(images(seed=number + 1)).mean()).backward()
+        (called(model, number).sum() * model(images(seed=number + 1)).mean()).backward()
         found.append(model.last.weight.grad.clone())  # type: ignore[union-attr, operator]
         model.zero_grad()
     return found
@@ -154,8 +158,7 @@ def two_forwards(model: nn.Module) -> list[torch.Tensor]:
 def accumulated(model: nn.Module) -> list[torch.Tensor]:
     found = []
     for number in range(8):
-        torch.manual_seed(number)
-        model(images(seed=number)).sum().backward()
+        called(model, number).sum().backward()
         found.append(model.last.weight.grad.clone())  # type: ignore[union-attr, operator]
         if number % 2:
             model.zero_grad(set_to_none=number % 4 == 1)
@@ -165,8 +168,7 @@ def accumulated(model: nn.Module) -> list[torch.Tensor]:
 def smaller_batches(model: nn.Module) -> list[torch.Tensor]:
     found = []
     for number in range(9):
-        torch.manual_seed(number)
-        model(images(8 if number % 3 else 6, seed=number)).sum().backward()
+        called(model, number, 8 if number % 3 else 6).sum().backward()
         found.append(model.last.weight.grad.clone())  # type: ignore[union-attr, operator]
         model.zero_grad()
     return found
@@ -175,8 +177,7 @@ def smaller_batches(model: nn.Module) -> list[torch.Tensor]:
 def no_backward_at_first(model: nn.Module) -> list[torch.Tensor]:
     found = []
     for number in range(8):
-        torch.manual_seed(number)
-        result = model(images(seed=number))
+        result = called(model, number)
         if number > 3:
             result.sum().backward()
         found.append(result.detach().clone())
@@ -215,8 +216,7 @@ def another_net_in_between(model: nn.Module) -> list[torch.Tensor]:
     torch.manual_seed(0)
     found, other = [], nn.Linear(1024, 1024)
     for number in range(9):
-        torch.manual_seed(number)
-        result = model(images(seed=number))
+        result = called(model, number)
         if number % 3:
             other(torch.randn(512 * (number % 3), 1024)).square().sum().backward()
             found += [weight.grad.clone() for weight in other.parameters() if weight.grad is not None]
@@ -228,15 +228,9 @@ def another_net_in_between(model: nn.Module) -> list[torch.Tensor]:
 
 
 TRAINERS = [
-    kept_results,
-    kept_later,
-    two_forwards,
-    accumulated,
-    smaller_batches,
-    no_backward_at_first,
-    failing_in_between,
+    kept_results, kept_later, two_forwards, accumulated, smaller_batches, no_backward_at_first, failing_in_between,
     another_net_in_between,
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("trainer", TRAINERS, ids=lambda trainer: trainer.__name__)
@@ -322,16 +316,9 @@ def test_threads_have_plans_of_their_own() -> None:
     second = copy.deepcopy(first)
     monet_like.place_memory(second)
     wanted = undisturbed(usual, threading.Barrier(1))
-    found: list[list[torch.Tensor]] = [[], []]
     both = threading.Barrier(2, timeout=60)
-    threads = [
-        threading.Thread(target=lambda to=to, model=model: to.extend(undisturbed(model, both)))  # type: ignore[misc]
-        for to, model in zip(found, (first, second), strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(undisturbed, (first, second), (both, both)))
     for mine in found:
         assert all(torch.equal(a, b) for a, b in zip(mine, wanted, strict=True))
     alone = copy.deepcopy(first)

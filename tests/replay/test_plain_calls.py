@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from any_schedule import AnySchedule
+from any_schedule import OrPlain
+from nets import rows
 from torch import nn
 from training import twin
 
@@ -32,16 +33,6 @@ class Branches(nn.Module):
         if sign < 0 and (random.random() < 2) and (x.sum() > -1e9):
             x = x + torch.randn(8)
         return self.layer(x).square().sum()
-
-
-class Planned(AnySchedule):
-    """As `AnySchedule`, with the rule that is the default."""
-
-    _on_new_input = "plan"
-
-
-def rows(count: int = 6) -> torch.Tensor:
-    return torch.randn(count, 8, generator=torch.Generator().manual_seed(count))
 
 
 def trained(model: nn.Module, called: nn.Module, calls: list[tuple[Any, ...]]) -> list[Any]:
@@ -73,8 +64,8 @@ def model() -> nn.Module:
 def test_a_form_that_cannot_be_captured_runs_as_the_plain_model_with_one_warning(model: nn.Module) -> None:
     """And the step of the other form goes on; a failed capture leaves no trace."""
     plain = twin(model)
-    called = Planned(model)
-    calls = [(rows(),), (rows(), -1), (rows(4),), (rows(), -1), (rows(),)]
+    called = OrPlain(model)
+    calls = [(rows(),), (rows(), -1), (rows(4, 8),), (rows(), -1), (rows(),)]
     with pytest.warns(UserWarning, match="runs as plain PyTorch") as caught:
         ours = trained(model, called, calls)
     told = [str(w.message) for w in caught if "runs as plain PyTorch" in str(w.message)]
@@ -88,7 +79,7 @@ def test_a_form_that_cannot_be_captured_runs_as_the_plain_model_with_one_warning
 
 
 def test_before_the_first_step_it_is_an_error(model: nn.Module) -> None:
-    called = Planned(model)
+    called = OrPlain(model)
     with pytest.raises(CaptureError):
         called(rows(), -1)
     called(rows())
@@ -110,12 +101,12 @@ def test_errors_of_our_own_code_end_nothing(
     model: nn.Module, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = twin(model)
-    called = Planned(model)
-    calls = [(rows(),), (rows(5),), (rows(),)]
+    called = OrPlain(model)
+    calls = [(rows(),), (rows(5, 8),), (rows(),)]
 
     def stepped() -> Iterator[tuple[Any, ...]]:
         yield calls[0]
-        monkeypatch.setattr(Planned, "_planned", broken(error))
+        monkeypatch.setattr(OrPlain, "_planned", broken(error))
         yield from calls[1:]
 
     with pytest.warns(UserWarning, match=r"runs as plain PyTorch when it is called with float32\[5, 8\]"):
@@ -124,16 +115,16 @@ def test_errors_of_our_own_code_end_nothing(
 
 
 def test_an_interrupt_is_one(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    called = Planned(model)
+    called = OrPlain(model)
     called(rows())
-    monkeypatch.setattr(Planned, "_planned", broken(KeyboardInterrupt()))
+    monkeypatch.setattr(OrPlain, "_planned", broken(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
-        called(rows(5))
+        called(rows(5, 8))
     assert not called._kept.plain
 
 
 def test_an_error_of_the_models_own_is_the_models(model: nn.Module) -> None:
-    called = Planned(model)
+    called = OrPlain(model)
     called(rows())
     with (
         pytest.warns(UserWarning, match="runs as plain PyTorch"),
@@ -144,7 +135,7 @@ def test_an_error_of_the_models_own_is_the_models(model: nn.Module) -> None:
 
 def test_an_argument_that_cannot_be_followed(model: nn.Module) -> None:
     plain = twin(model)
-    called = Planned(model)
+    called = OrPlain(model)
     calls = [(rows(),), (rows(), SetOfOne({1})), (rows(), SetOfOne({1}))]
     with pytest.warns(UserWarning, match="an argument of type SetOfOne was given") as caught:
         ours = trained(model, called, calls)
@@ -160,7 +151,7 @@ class SetOfOne(set):  # type: ignore[type-arg]
 
 
 def test_warnings_are_of_the_callers_line(model: nn.Module) -> None:
-    called = Planned(model)
+    called = OrPlain(model)
     called(rows())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -228,7 +219,7 @@ def test_a_backward_reads_what_was_set_since_the_forward(read: str) -> None:
         for step in range(4):
             for parameter in model.parameters():
                 parameter.grad = None
-            result = (called(rows(6)) + called(rows(5))) * 2
+            result = (called(rows(6, 8)) + called(rows(5, 8))) * 2
             if step in (1, 3):
                 model.change()
             result.backward()
@@ -239,7 +230,7 @@ def test_a_backward_reads_what_was_set_since_the_forward(read: str) -> None:
     model = Late(read)
     plain = losses(model, model)
     torch.manual_seed(0)
-    called = Planned(model := Late(read))
+    called = OrPlain(model := Late(read))
     with pytest.warns(UserWarning, match="set between a forward and its backward") as caught:
         ours = losses(model, called)
     torch.testing.assert_close(ours, plain, rtol=0, atol=0)
@@ -272,7 +263,7 @@ def test_a_plain_backward_leaves_that_of_the_call_before_alone() -> None:
     model = Chained()
     plain = gradients(model, model)
     torch.manual_seed(0)
-    called = Planned(model := Chained())
+    called = OrPlain(model := Chained())
     with pytest.warns(UserWarning, match="set between a forward and its backward"):
         ours = gradients(model, called)
     torch.testing.assert_close(ours, plain)
@@ -304,7 +295,7 @@ def test_second_derivatives_of_chained_calls_are_plain_pytorchs() -> None:
         second = torch.autograd.grad(sum(gradient.square().sum() for gradient in first), wanted)
         return [result, *first, *second]
 
-    plain, called = gradients(model), Planned(model)
+    plain, called = gradients(model), OrPlain(model)
     with pytest.warns(UserWarning, match="second derivatives"):
         torch.testing.assert_close(gradients(called), plain)
     torch.testing.assert_close(gradients(called), plain)  # plain PyTorch's from now on
@@ -312,7 +303,7 @@ def test_second_derivatives_of_chained_calls_are_plain_pytorchs() -> None:
 
 def test_second_derivatives_of_chained_calls_are_refused_where_parameters_are_no_modules() -> None:
     """Their gradients would be wrong in silence."""
-    called = Planned(model := Recurrent(hidden=True))
+    called = OrPlain(model := Recurrent(hidden=True))
     result = called(called(rows())).square().sum()
     with pytest.raises(UsageError, match="create_graph=True"):
         torch.autograd.grad(result, [*model.parameters()], create_graph=True)
@@ -349,4 +340,4 @@ def test_an_operator_that_fails_leaves_what_it_leaves_in_plain_pytorch() -> None
     plain = script(model, model)
     torch.manual_seed(0)
     model = Looks()
-    torch.testing.assert_close(script(model, Planned(model)), plain, rtol=0, atol=0)
+    torch.testing.assert_close(script(model, OrPlain(model)), plain, rtol=0, atol=0)

@@ -106,10 +106,7 @@ def tied() -> Net:
 
 #: A net, and what changes about it between two calls.
 MODELS: dict[str, tuple[Callable[[], Net], Callable[[Any], Any]]] = {
-    "a dropout is in eval mode": (
-        lambda: Net(chained, linear(), nn.Dropout(0.5)),
-        lambda net: net.layers[1].eval(),
-    ),
+    "a dropout is in eval mode": (lambda: Net(chained, linear(), nn.Dropout(0.5)), lambda net: net.layers[1].eval()),
     "a batch norm is in eval mode": (
         lambda: Net(chained, linear(), nn.BatchNorm1d(8)),
         lambda net: net.layers[1].eval(),
@@ -118,18 +115,9 @@ MODELS: dict[str, tuple[Callable[[], Net], Callable[[Any], Any]]] = {
         lambda: Net(chained, linear(), linear()),
         lambda net: net.layers.__setitem__(1, linear()),
     ),
-    "two branches have each other's layer": (
-        branches,
-        lambda net: swapped(net.layers[2], "one", net.layers[3], "one"),
-    ),
-    "a second name is of another layer": (
-        second_name,
-        lambda net: setattr(net.layers[3], "one", net.layers[2]),
-    ),
-    "two names have each other's layer": (
-        two_names,
-        lambda net: swapped(net.layers[2], "one", net.layers[2], "other"),
-    ),
+    "two branches have each other's layer": (branches, lambda net: swapped(net.layers[2], "one", net.layers[3], "one")),
+    "a second name is of another layer": (second_name, lambda net: setattr(net.layers[3], "one", net.layers[2])),
+    "two names have each other's layer": (two_names, lambda net: swapped(net.layers[2], "one", net.layers[2], "other")),
     "another parameter is there": (lambda: Net(chained, linear(), Affine()), lambda net: shift(net.layers[1])),
     "two layers are no longer tied": (tied, lambda net: set_parameter(net.layers[1], "weight", lambda w: 2 * w)),
     "a weight lies otherwise": (
@@ -141,10 +129,7 @@ MODELS: dict[str, tuple[Callable[[], Net], Callable[[Any], Any]]] = {
         lambda net: [set_parameter(net.layers[0], name, lambda t: torch.cat([t, t, t])) for name in ("weight", "bias")],
     ),
     "a buffer is longer": (lambda: Net(shifted, linear()), lambda net: setattr(net, "ema", torch.ones(9))),
-    "a buffer has another dtype": (
-        lambda: Net(in_double, linear()),
-        lambda net: setattr(net, "ema", net.ema.double()),
-    ),
+    "a buffer has another dtype": (lambda: Net(in_double, linear()), lambda net: setattr(net, "ema", net.ema.double())),
     "a parameter is frozen": (
         lambda: Net(chained, linear(), linear()),
         lambda net: net.layers[0].weight.requires_grad_(False),
@@ -234,11 +219,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], Callab
         lambda: ((rows(), rows()),),
         lambda: ([rows(), rows()],),
     ),
-    "a word": (
-        lambda net, layer, x, word: layer(x) * len(word),
-        lambda: (rows(), "sum"),
-        lambda: (rows(), "mean"),
-    ),
+    "a word": (lambda net, layer, x, word: layer(x) * len(word), lambda: (rows(), "sum"), lambda: (rows(), "mean")),
     "an object with a hash": (
         lambda net, layer, x, word: layer(x) * len(word.text),
         lambda: (rows(), Word("sum")),

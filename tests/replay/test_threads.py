@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy
@@ -52,23 +53,8 @@ def trained(called: nn.Module, seed: int, steps: int = 3) -> list[torch.Tensor]:
 
 def in_threads(*work: Callable[[], Any]) -> list[Any]:
     """The results; an error of any is raised."""
-    results: list[Any] = [None] * len(work)
-
-    def run(place: int) -> None:
-        try:
-            results[place] = work[place]()
-        except BaseException as error:
-            results[place] = error
-
-    threads = [threading.Thread(target=run, args=(place,)) for place in range(len(work))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
+    with ThreadPoolExecutor(len(work)) as pool:
+        return [each.result() for each in [pool.submit(one) for one in work]]
 
 
 def of_pytorch() -> list[Any]:

@@ -162,19 +162,8 @@ def test_values_that_are_taken_in_any_way_are_followed(way: str) -> None:
 
 def captures_of(way: str) -> int | None:
     """None: of ways that take everything, of which it does not matter how much."""
-    alone = (
-        "attribute",
-        "slots",
-        "property",
-        "computed name",
-        "entry",
-        "get",
-        "unpacked",
-        "matched",
-        "nested",
-        "an object",
-    )
-    return 3 if way.startswith(alone) and way != "unpacked" else None
+    alone = ("attribute", "property", "computed name", "entry", "get", "matched", "nested", "an object")
+    return 3 if way.startswith(alone) else None
 
 
 def test_what_decides_about_a_value_decides_about_the_step() -> None:

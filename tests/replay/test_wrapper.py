@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -142,19 +142,13 @@ def test_forwards_in_threads_do_not_mix() -> None:
     schedule = random_schedule(captured.program, 1, drop=0.5, others=0.0)
     wrapped = ScheduleWrapper(model, record_for(captured, schedule, "normal", (model, (x,), {})))
     weight = model[0][0].weight
-    results: dict[int, torch.Tensor] = {}
 
-    def work(index: int) -> None:
-        results[index] = torch.autograd.grad(wrapped(x * (index + 1)).square().mean(), weight)[0]
+    def gradient(called: nn.Module, index: int) -> torch.Tensor:
+        return torch.autograd.grad(called(x * (index + 1)).square().mean(), weight)[0]
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for index in range(8):
-        expected = torch.autograd.grad(model(x * (index + 1)).square().mean(), weight)[0]
-        assert torch.equal(results[index], expected)
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(functools.partial(gradient, wrapped), range(8)))
+    assert same(results, [gradient(model, index) for index in range(8)])
 
 
 def test_eval_and_no_grad_run_the_plain_model() -> None:
