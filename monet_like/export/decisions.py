@@ -97,9 +97,7 @@ class Decisions:
     decisions: tuple[Decision, ...]
 
     def content(self) -> dict[str, Any]:
-        """The content of the JSON file, as builtins: the decisions of each module under its name, in order of
-        execution.
-        """
+        """The content of the JSON file, as builtins: under each module's name its decisions, in order of execution."""
         modules: dict[str, list[dict[str, Any]]] = {}
         for decision in self.decisions:
             modules.setdefault(decision.module, []).append(

@@ -1,6 +1,4 @@
-"""Records the operators that plain PyTorch calls in a forward, in the order in which a policy of checkpointing sees
-them.
-"""
+"""Records the operators of plain PyTorch's forward, in the order in which a policy of checkpointing sees them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A schedule of a joint graph as the two graphs that Inductor compiles: every kernel stands where the
-schedule has it.
-"""
+"""A schedule of a joint graph as the two graphs that Inductor compiles, with every kernel where the schedule has it."""
 
 from __future__ import annotations
 
@@ -159,9 +157,7 @@ class _Emitter:
             self.now[node] = self._passed_on(written_operator(), made) if written else made
 
     def _inlined(self, node: fx.Node, made: fx.Node) -> fx.Node:
-        """Has Inductor compute an elementwise result within the kernel, also if several of its operators read it or it
-        is random.
-        """
+        """Has Inductor compute a result within the kernel, also if several of its operators read it or it is random."""
         several = is_elementwise(node) and node.all_input_nodes and len(set(readers(node))) > 1
         is_random = name_of(node) == "prims::inductor_random"
         return self._passed_on(inlined_operator(), made) if several or is_random else made

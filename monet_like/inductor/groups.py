@@ -198,9 +198,7 @@ def _concatenates(run: Run) -> bool:
 
 
 def grouped(nodes: list[Any]) -> list[Any]:
-    """Nodes of Inductor's scheduler in groups, for ``config._pre_fusion_custom_pass``; as given, if they are of another
-    graph.
-    """
+    """Nodes of Inductor's scheduler in groups, for ``config._pre_fusion_custom_pass``; other graphs' as given."""
     from torch._inductor.scheduler import ExternKernelSchedulerNode, GroupedSchedulerNode, NopKernelSchedulerNode
     from torch._inductor.utils import cache_on_self
 
@@ -229,9 +227,7 @@ def grouped(nodes: list[Any]) -> list[Any]:
 
 
 def ungrouped(nodes: list[Any]) -> list[Any]:
-    """The members of groups, fused, for ``config._post_fusion_custom_pass``; each group is written before the next one
-    begins.
-    """
+    """The members of groups, fused, for ``config._post_fusion_custom_pass``; each group is written before the next."""
     from torch._inductor.scheduler import NopKernelSchedulerNode
 
     made: list[Any] = []

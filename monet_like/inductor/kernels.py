@@ -1,6 +1,4 @@
-"""A joint graph as a program: each task is a kernel that writes one item, with all that Inductor computes
-on the way.
-"""
+"""A joint graph as a program: each task is a kernel that writes one item and computes what Inductor does on the way."""
 
 from __future__ import annotations
 

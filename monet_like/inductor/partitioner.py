@@ -104,9 +104,7 @@ class PlannedPartitioner(CustomPartitionerFn):
 
     @property
     def _held_bytes(self) -> int:
-        """What earlier graphs hold; graphs that are called several times stand for the same blocks, the first of which
-        differs.
-        """
+        """What earlier graphs hold; graphs that are called several times are equal blocks, but for the first one."""
         return sum(graph.held_bytes for graph in self.graphs) if self.settings.calls == 1 else 0
 
     def _planned(self, kernels: Kernels) -> PlannedGraph:

@@ -98,9 +98,7 @@ def _bytes(nodes: Iterable[fx.Node]) -> int:
 
 
 def _estimated(kernel: Kernel, limits: DeviceLimits) -> Cost:
-    """By the rates of the device (`monet_like.profile.roofline`): what Inductor generates is a pass over what it
-    touches.
-    """
+    """By the device's rates (`monet_like.profile.roofline`): what Inductor generates passes over what it touches."""
     known = [] if kernel.generated or kernel.root is None else operations_of(kernel.root)
     return Cost(seconds_by_rates(known or [Operation(touched_bytes=_bytes((*kernel.reads, *kernel.writes)))], limits))
 

@@ -1,6 +1,4 @@
-"""Operators that return their input, and decide whether Inductor writes it to memory, and where, or computes it in each
-reader.
-"""
+"""Operators that return their input, and decide whether Inductor writes it to memory, and where, or not."""
 
 from __future__ import annotations
 

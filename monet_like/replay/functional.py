@@ -1,6 +1,4 @@
-"""Functional forms of operator calls: which calls TorchInductor may fuse, and how an in-place call is written
-functionally.
-"""
+"""Functional forms of operator calls: which ones TorchInductor may fuse, and those of calls in place."""
 
 from __future__ import annotations
 
@@ -50,9 +48,7 @@ class Functional:
 
 
 def functional(call: Call, place: int) -> Functional | None:
-    """The functional form of ``call``, or None if Inductor may not fuse it; ``place`` makes names unique within a
-    piece.
-    """
+    """The functional form of ``call``; None: Inductor may not fuse it. ``place`` makes names unique within a piece."""
     if call.op == "operator.getitem":
         return Functional(call)
     if call.op == NATIVE:

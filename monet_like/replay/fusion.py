@@ -136,9 +136,7 @@ class _Fuser:
     def _tasks(
         self, tasks: Sequence[Task], dying: Sequence[Sequence[int]], before_bytes: Sequence[int]
     ) -> Sequence[Task]:
-        """Replace tasks by one that calls a compiled piece; by several, or not at all, where that needs too much
-        memory.
-        """
+        """Replace tasks by one that calls a compiled piece; by several, or not at all, where that needs too much."""
         if not self._worthwhile(tasks):
             return tasks
         graph = _graph(tasks, {value for dead in dying for value in dead})
@@ -180,9 +178,7 @@ class _Fuser:
         return self.pieces[key]
 
     def _compiled(self, graph: _Graph) -> tuple[Compiled | None, int]:
-        """Compile a graph and run it on random inputs: check the layouts of its results and measure what
-        it allocates.
-        """
+        """Compile a graph and run it on random inputs: check the layouts of its results, measure what it allocates."""
         captured = self.captured
         made = Inputs(captured, captured.device)  # shares tensors that look alike, which must not be written into
         fresh = [value for value in graph.outputs if value not in dict(graph.same)]
@@ -221,9 +217,7 @@ def _calling(name: str, graph: _Graph) -> Task:
 
 
 def runs_of(tasks: Sequence[Task]) -> Iterator[tuple[int, int]]:
-    """Ranges (first, one past the last) of tasks that may form one piece; a task that cannot be fused is a range of its
-    own.
-    """
+    """Ranges (first, one past the last) of tasks that may form a piece; those that cannot be fused are alone."""
     start = 0
     touched: set[int] = set()
     for index, task in enumerate(tasks):

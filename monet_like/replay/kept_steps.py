@@ -1,6 +1,4 @@
-"""What a wrapper keeps from its calls, by their form: captured steps, forms that run as the plain model,
-and branches.
-"""
+"""What a wrapper keeps of its calls, by their form: captured steps, branches, and forms that run as the plain model."""
 
 from __future__ import annotations
 
@@ -79,16 +77,12 @@ class KeptStep:
         return self.reads.change() if self.reads is not None else None
 
     def forward_decides(self) -> bool:
-        """Whether what its forward takes decides about the step: it fills no argument, and no Python code runs in its
-        backward.
-        """
+        """Whether what the forward takes decides about a step: it fills nothing, and no Python runs in the backward."""
         fills = self.captured.effects is not None and self.captured.effects.fills
         return self.reads is not None and not (fills or self.reads.roots.late_names)
 
     def own_change(self) -> tuple[Change, str] | None:
-        """A change of what the forward itself sets, and its path; None if there is none, or somebody else has changed
-        it.
-        """
+        """A change of what the forward itself sets, and its path; None if there is none, or it is somebody else's."""
         effects, change = self.captured.effects, self.change()
         if effects is None or change is None:
             return None

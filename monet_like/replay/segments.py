@@ -71,9 +71,7 @@ def cut_alike(captured: Captured, schedule: Schedule, segments: Sequence[Segment
 
 
 def cut(captured: Captured, schedule: Schedule) -> list[Stretch]:
-    """Cut the backward into segments: (first slot, one past the last, gradients that become ready:
-    parameters' first).
-    """
+    """Cut the backward into segments: first slot, one past the last, gradients that become ready, parameters' first."""
     program = captured.program
     ready: dict[int, list[tuple[str, int, Tensor]]] = {}
     for slot, gradient in _ready(captured, schedule):

@@ -59,9 +59,7 @@ class StandIn(nn.Module):
         return type(model) if hasattr(type(model), "save_pretrained") else type(self)
 
     def _become(self, new: type) -> None:
-        """Take another class; one derived from the class that is shown, as of ``fully_shard``, is derived
-        from our own.
-        """
+        """Take another class; one derived from the shown class, as ``fully_shard``'s, is derived from our own."""
         bases = tuple(type(self) if base is self._shown_class() else base for base in new.__bases__)
         if bases != new.__bases__:
             content = {key: value for key, value in vars(new).items() if key not in ("__dict__", "__weakref__")}
@@ -71,9 +69,7 @@ class StandIn(nn.Module):
     __class__ = property(lambda self: self._shown_class(), _become)
 
     def _without_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """``kwargs`` with ``use_cache=False`` where the model takes it: a training step has no use for keys
-        and values.
-        """
+        """``kwargs`` with ``use_cache=False`` where the model takes it: a training step has no use for a cache."""
         place = self.__dict__.get("_use_cache")
         if place is None:
             place = self.__dict__["_use_cache"] = _place_of_use_cache(self._model)

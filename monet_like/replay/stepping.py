@@ -199,9 +199,7 @@ class Stepping(StandIn):
         self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured | None = None,
         known: tuple[Answer, ...] = (),
     ) -> KeptStep | None:  # fmt: skip
-        """`_step`, after which nothing is changed but what this wrapper keeps; or a step that has become right
-        meanwhile.
-        """
+        """`_step`, after which nothing but what this wrapper keeps is changed; or a step that is right meanwhile."""
         inputs = tensors_of((args, kwargs))
         with CAPTURING:  # a capture in another thread changes settings that steps read
             if captured is None and not known and (kept := self._kept.find(key, inputs)) is not None:

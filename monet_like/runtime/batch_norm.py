@@ -42,9 +42,7 @@ def by_cudnn(
     training: bool,
     eps: float,
 ) -> bool:
-    """Whether PyTorch computes this batch norm by cuDNN on ``device``, which need not be here, nor the tensors be
-    there.
-    """
+    """Whether PyTorch computes this batch norm by cuDNN on ``device``; neither it nor the tensors need be there."""
     if device.type != "cuda" or torch.version.hip or weight is None or bias is None or (mean is None) != (var is None):
         return False
     if mean is None and not training:

@@ -159,9 +159,7 @@ def host_bytes(count: int, device: torch.device) -> int:
 
 
 def more_on_host(weights: Sequence[Weight], device: torch.device) -> int:
-    """How much more of the host is taken when weights move there, one after the other: those that are there already are
-    freed.
-    """
+    """Further bytes of the host that are taken while weights move there one by one; those there already are freed."""
     there = sum(w.bytes for w in weights if w.tensors[0].device.type == "cpu" and device.type == "cuda")
     whole = sum(host_bytes(w.bytes, device) for w in weights)
     return max(max((w.bytes for w in weights), default=0), whole - there)

@@ -78,9 +78,7 @@ class Streamed:
         return any(place.whole.data_ptr() == there for place in slot.places[self.block])
 
     def but_streamed(self, change: Change) -> Change:
-        """The change of a module's tensors without that of streamed ones, which ``to`` of their own device and dtype
-        leaves alone.
-        """
+        """The change of a module's tensors but for streamed ones, which ``to`` their device and dtype leaves alone."""
         mine = {id(own) for weight in self.weights for own in (weight.owner, *weight.tensors)}
         return lambda tensor: tensor if id(tensor) in mine else change(tensor)
 

@@ -43,9 +43,7 @@ def check_changeable(captured: Captured, residents: Sequence[torch.Tensor], inpu
 
 
 def are_given_alike(captured: Captured, residents: Sequence[torch.Tensor]) -> bool:
-    """Whether what the forward changes in place is one tensor with another resident exactly where it was when it was
-    captured.
-    """
+    """Whether what the forward changes in place is one tensor with another resident where it was in the capture."""
     if captured.changed.isdisjoint(captured.inputs):
         return True
     tensors: dict[int, int] = {}

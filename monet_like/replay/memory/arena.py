@@ -104,9 +104,7 @@ class StepMemory:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """How many allocations of a MiB or more got their place in the latest step, and how many were not
-        as recorded.
-        """
+        """How many allocations of a MiB or more got their place in the latest step, and how many were other ones."""
         found = (ctypes.c_int64 * 2)()
         self._library.arena_counts(self._plan, found)
         return found[0], found[1]

@@ -36,9 +36,7 @@ SHAKEN_UNITS = {8: 16.0, 4: 16.0, 2: 1.0}
 
 
 def real_example(example: Example, device: torch.device) -> Example:
-    """Random inputs on ``device`` of the shapes of ``example``, whose tensors may be fake (0 or 1 where they are
-    integers).
-    """
+    """Random inputs on ``device`` of the shapes of ``example``, which may be fake; 0 or 1 where they are integers."""
     generator = torch.Generator().manual_seed(0)
 
     def real(leaf: torch.Tensor) -> torch.Tensor:
@@ -61,9 +59,7 @@ def train_step(model: Callable[..., Any], example: Example) -> list[torch.Tensor
 
 
 def same_step(say: Callable[[str], None], model: nn.Module, record: ScheduleRecord, example: Example) -> bool:
-    """Compare outputs, gradients and buffers after a step with plain PyTorch's; ``say`` gets the findings, line by
-    line.
-    """
+    """Compare outputs, gradients and buffers after a step with plain PyTorch's; ``say`` gets the findings by lines."""
     plain, wrapped = copy.deepcopy(model), ScheduleWrapper(copy.deepcopy(model), record)
     mine, theirs = everything_after_a_step(plain, example), everything_after_a_step(wrapped, example)
     verdicts = judged(model, example, mine, theirs, transforms=takes_transforms(record))

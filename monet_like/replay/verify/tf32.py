@@ -41,9 +41,7 @@ def runs_in_tf32(model: nn.Module, example: Example, device: torch.device) -> bo
 
 
 def admitted_kinds() -> frozenset[str]:
-    """The kinds of operators (convolutions, matrix products, recurrent layers) that PyTorch's settings let
-    run in TF32.
-    """
+    """The kinds of operators (convolution, recurrent, product) that PyTorch's settings let run in TF32."""
     if os.environ.get("NVIDIA_TF32_OVERRIDE") == "0":
         return frozenset()
     asked = {"convolution": _BACKENDS.cudnn.conv, "recurrent": _BACKENDS.cudnn.rnn, "product": _BACKENDS.cuda.matmul}
