@@ -191,9 +191,8 @@ def write(
     given = copied.graph.find_nodes(op="placeholder")
     names = [node.name for node in given]
     inputs = [_strided(node.meta["val"], (strides or {}).get(node.name)) for node in given]
-    kept = {
-        name: getattr(config, name) for name in SETTINGS if hasattr(config, name)
-    }  # a pass may change them for this graph
+    # A pass may change them for this graph.
+    kept = {name: getattr(config, name) for name in SETTINGS if hasattr(config, name)}
     with preserve_rng_state(), config.patch({**kept, **_UNRUN}), DebugContext(), torch.no_grad():
         compile_fx.view_to_reshape(copied)
         mode = compile_fx.fake_tensor_prop(copied, inputs)

@@ -1,6 +1,4 @@
-"""Selective checkpointing by a plan: gradients, buffers and masks equal plain PyTorch's, and memory is what was
-predicted.
-"""
+"""Selective checkpointing by a plan: a step equals plain PyTorch's, and its memory is what was predicted."""
 
 from __future__ import annotations
 
@@ -337,9 +335,7 @@ def test_the_command_writes_a_file_of_a_schedule_file(tmp_path: Path, monkeypatc
 
 @pytest.mark.slow
 def test_autocast_whose_cache_leaves_out_casts() -> None:
-    """The backward inside autocast finds the casts of weights in its cache: then the recomputation calls fewer
-    operators.
-    """
+    """The backward inside autocast finds casts of weights in its cache: the recomputation has fewer operators."""
     model, x = decoder()
     plain = copy.deepcopy(model)
     with torch.autocast("cpu", torch.bfloat16):

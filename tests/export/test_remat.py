@@ -1,6 +1,4 @@
-"""Regions of torch_remat by a plan, with the package: gradients, masks and buffers are plain PyTorch's, and memory is
-what was predicted.
-"""
+"""Regions of torch_remat by a plan: a step equals plain PyTorch's, and its memory is what was predicted."""
 
 from __future__ import annotations
 

@@ -107,9 +107,8 @@ def traced(model: nn.Module, x: torch.Tensor) -> fx.GraphModule:
         for module, forward in forwards.items():
             module.forward = forward
     backward = False
-    for (
-        node
-    ) in gm.graph.nodes:  # Dynamo notes it; here the first operator of the backward is the one of the loss's gradient
+    # Dynamo notes it; here the first operator of the backward is the one of the loss's gradient.
+    for node in gm.graph.nodes:
         backward |= "ones_like" in str(node.target)
         if backward and node.op == "call_function":
             node.meta["autograd_backward"] = True

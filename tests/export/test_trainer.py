@@ -1,6 +1,4 @@
-"""`checkpoint_policy` within Hugging Face's Trainer: its weights after two steps equal those without to
-the last bit.
-"""
+"""`checkpoint_policy` within Hugging Face's Trainer: weights after two steps equal those without to the bit."""
 
 from __future__ import annotations
 
@@ -89,6 +87,5 @@ def test_the_trainer_makes_the_same_gradients_and_weights_to_the_bit(
     assert not any(
         torch.equal(a, b) for a, b in zip(model.parameters(), start.parameters(), strict=True) if a.dim() > 1
     )
-    assert (
-        tmp_path / "policy" / "checkpoint-2" / "training_args.bin"
-    ).exists()  # arguments are written with the policy
+    # Arguments are written with the policy.
+    assert (tmp_path / "policy" / "checkpoint-2" / "training_args.bin").exists()

@@ -89,9 +89,7 @@ def _stubs(path: Path, names: set[str]) -> Path:
 
 
 def environment(library: Path, **others: str) -> dict[str, str]:
-    """The environment of a process that has the fake GPU, imports from this checkout and the tests' helpers, and has
-    ``others``.
-    """
+    """The environment of a process that has the fake GPU, imports from here and ``tests/helpers``, and ``others``."""
 
     def first(name: str, *paths: Path) -> str:
         return os.pathsep.join([*map(str, paths), *filter(None, [os.environ.get(name)])])

@@ -68,9 +68,7 @@ class Grouped(nn.Module):
 
 
 class WrittenOut(nn.Module):
-    """Attention by matrix products, a region of autocast of its own, and operators that CPUs' autocast
-    casts otherwise.
-    """
+    """Attention by matrix products, regions of autocast, and operators that CPUs' autocast casts otherwise."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()

@@ -1,6 +1,4 @@
-"""`compile_options`: plans within ``torch.compile``, against plain PyTorch, ``torch.compile`` alone and measured
-memory.
-"""
+"""`compile_options`: plans within ``torch.compile``, against plain PyTorch, Inductor alone and measured memory."""
 
 from __future__ import annotations
 
@@ -176,9 +174,7 @@ def test_what_cannot_be_planned_is_refused_in_words() -> None:
 
 
 class Scaled(nn.Module):
-    """Rows times their product: the backward keeps few bytes of what is as large as its input, and read by
-    nobody else.
-    """
+    """Rows times their product: the backward keeps few bytes of what is large and read by nobody else."""
 
     def __init__(self) -> None:
         super().__init__()

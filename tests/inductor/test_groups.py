@@ -1,6 +1,4 @@
-"""What Inductor fuses, and what its C++ backend puts into one function, stays within a plan's peak: counted by the
-byte.
-"""
+"""What Inductor fuses, and what its C++ backend puts into a function, stays within a plan's peak: by the byte."""
 
 from __future__ import annotations
 
@@ -21,9 +19,7 @@ from monet_like.replay.verify.steps import step_peak, train_step
 
 
 class Rotations(nn.Module):
-    """Concatenations and softmaxes in a row: many kernels between two products, the results of which should not exist
-    at once.
-    """
+    """Concatenations and softmaxes in a row: many kernels, whose results should not exist at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,9 +90,7 @@ class Tied(nn.Module):
 
 
 class Attention(nn.Module):
-    """Queries, keys and values from one product: the gradient of its result joins three products, made one after the
-    other.
-    """
+    """Queries, keys and values from one product: its gradient joins three products, made one after the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,9 +102,7 @@ class Attention(nn.Module):
 
 
 class Strided(nn.Module):
-    """A product of every second column, and a gradient that is one element, expanded: Inductor copies both for their
-    products.
-    """
+    """A product of every second column, and a gradient that is one element, expanded: Inductor copies both."""
 
     def __init__(self) -> None:
         super().__init__()

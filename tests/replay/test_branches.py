@@ -149,9 +149,7 @@ def test_a_branch_is_captured_once() -> None:
 
 
 def test_what_differs_in_nothing_else_asks_all_the_same() -> None:
-    """The program of both answers is one, and is captured for each: what the forward's Python code does
-    is not known.
-    """
+    """The program of both answers is one, and captured for each: what the forward's Python code does is not known."""
     captured = capture(Body(early), inputs()[0])
     assert [(answer.op, answer.value) for answer in captured.answers] == [("aten._local_scalar_dense.default", False)]
     assert sum(task.calls[-1].op == "monet_like.ask" for task in captured.program.tasks) == 1

@@ -1,6 +1,4 @@
-"""Calls of one model that differ in more than shapes: its modules, which inputs are one, classes of inputs,
-surroundings.
-"""
+"""Calls of one model that differ in more than shapes: its modules, classes of inputs, which are one, surroundings."""
 
 from __future__ import annotations
 

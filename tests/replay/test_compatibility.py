@@ -250,9 +250,8 @@ def test_values_are_counted_as_cudas_allocator_counts_them() -> None:
     there = captured(convolutional(), 4, 3, 32, 32)
     assert all(value.bytes % 512 == 0 for value in there.program.values)
     words = {task.variant for task in there.every_task()}
-    assert (
-        "batch_norm_clamp.train_in_vectors" in words and "batch_norm_clamp.train" not in words
-    )  # cuDNN has other bits
+    # cuDNN has other bits.
+    assert "batch_norm_clamp.train_in_vectors" in words and "batch_norm_clamp.train" not in words
     if torch.cuda.is_available():
         real = admitted(capture(convolutional().to(CUDA), (torch.randn(4, 3, 32, 32, device=CUDA),)), MODE)
         assert real.program.fingerprint == there.program.fingerprint

@@ -145,7 +145,5 @@ def _all(rank: int, record: ScheduleRecord) -> None:
 
 @pytest.mark.slow
 def test_two_processes_train_as_plain_modules_do(tmp_path: Path) -> None:
-    """Gradients under `DistributedDataParallel` with every set of options, when its buckets are sent, and
-    `fully_shard`.
-    """
+    """Gradients under `DistributedDataParallel` with every set of options, its buckets, and `fully_shard`."""
     together(tmp_path, _all, made(Net()))

@@ -1,6 +1,4 @@
-"""What a forward sets and no call can set again: it is refused when it is captured, or the call is plain PyTorch's, to
-the bit.
-"""
+"""What a forward sets and no call can set again: it is refused at the capture, or the call is plain PyTorch's."""
 
 from __future__ import annotations
 
@@ -26,9 +24,7 @@ from monet_like.errors import CaptureError
 
 
 class Body(nn.Module):
-    """Has a norm and a dropout, so that a forward which is computed twice is seen; ``sets`` is called with its input
-    and result.
-    """
+    """Has a norm and a dropout, so that a second forward is seen; ``sets`` is called with what is inside."""
 
     def __init__(self, sets: Callable[..., Any]) -> None:
         super().__init__()
@@ -284,9 +280,7 @@ def told(name: str, wrapped: bool) -> tuple[list[Any], list[str]]:
 
 @pytest.mark.parametrize("name", SOMETIMES)
 def test_what_a_call_cannot_set_again_is_plain_pytorchs_to_do(name: str) -> None:
-    """Nothing is computed twice: the norm's statistics, the masks and what is set are plain PyTorch's, as are its
-    errors.
-    """
+    """Nothing is computed twice: statistics, masks, what is set and errors are plain PyTorch's."""
     plain, _ = told(name, wrapped=False)
     ours, warned = told(name, wrapped=True)
     assert any(isinstance(note, str) for note in plain) is SOMETIMES[name][2]

@@ -1,6 +1,4 @@
-"""Results that other results are made from: a schedule knows only the part of their gradient that comes
-from outside.
-"""
+"""Results that others are made from: a schedule knows only the part of their gradient that comes from outside."""
 
 from __future__ import annotations
 
@@ -126,9 +124,7 @@ def test_what_cannot_be_repeated_is_still_refused() -> None:
 
 
 class Engine:
-    """As DeepSpeed's: it has hooks on all results, which prepare something at the first and scale gradients if it is
-    told to.
-    """
+    """As DeepSpeed's: its hooks on all results prepare something at the first, and may scale gradients."""
 
     def __init__(self, scale: float | None) -> None:
         self.scale, self.prepared = scale, 0

@@ -1,6 +1,4 @@
-"""Results that do not lie in rows: their gradients come in rows or as the results lie, and sums of them have plain
-PyTorch's bits.
-"""
+"""Results that do not lie in rows, with gradients in rows or as the results lie: sums have plain PyTorch's bits."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ TURNED: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 class _Scaled(nn.Module):
-    """A factor, whose gradient is one sum over all elements; the gradients of parameter and input are ready in
-    different order.
-    """
+    """A factor, whose gradient is one sum over all elements; that of the input is ready at another time."""
 
     def __init__(self, turned: Callable[[torch.Tensor], Any]) -> None:
         super().__init__()

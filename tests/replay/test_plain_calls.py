@@ -18,9 +18,7 @@ from monet_like.errors import CaptureError, UsageError
 
 
 class Branches(nn.Module):
-    """A forward that cannot be captured with a number below zero: it draws from generators, looks at a value, and
-    changes a buffer.
-    """
+    """Draws, looks at a value and changes a buffer, and cannot be captured with a number below zero."""
 
     def __init__(self) -> None:
         super().__init__()

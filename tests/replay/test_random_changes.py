@@ -1,6 +1,4 @@
-"""A model that is changed at random between its calls: what a user sees is what plain PyTorch does, in every order of
-changes.
-"""
+"""A model that is changed at random between its calls: what a user sees is what plain PyTorch does."""
 
 from __future__ import annotations
 

@@ -197,9 +197,7 @@ class _Called(TorchDispatchMode):
 
 
 def test_bindings_call_the_operators_they_stand_for() -> None:
-    """Python functions in the place of overloads: the same overload with the same arguments, scalars and empty lists
-    too.
-    """
+    """Python functions in the place of overloads: the same overload and arguments, scalars and empty lists too."""
     x, v, image, filters = torch.randn(4, 4), torch.randn(4), torch.randn(1, 2, 5, 5), torch.randn(2, 2, 3, 3)
     samples: dict[str, list[tuple[Any, ...]]] = {
         "_log_softmax.default": [(x, 1, False)],

@@ -1,6 +1,4 @@
-"""Sizes that depend on values of tensors that are not learned: plain PyTorch's steps, to the bit, whatever the sizes
-are.
-"""
+"""Sizes that depend on values of tensors that are not learned: plain PyTorch's steps, to the bit."""
 
 from __future__ import annotations
 

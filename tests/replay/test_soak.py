@@ -128,11 +128,10 @@ def test_a_killed_process_resumes_where_it_was(tmp_path: Path) -> None:
     """Both processes start again when one of them has been killed, as those of torchrun do."""
     record_of(small_resnet(), "bfloat16").save(tmp_path / "schedule.pkl")
     for attempt in range(2):
-        (
-            tmp_path / f"attempt_{attempt}"
-        ).mkdir()  # a meeting place of its own: the first one has the killed process's address
+        meeting = tmp_path / f"attempt_{attempt}"  # the first one has the killed process's address
+        meeting.mkdir()
         with pytest.raises(ProcessException) if attempt == 0 else contextlib.nullcontext():
-            together(tmp_path / f"attempt_{attempt}", _resumed, tmp_path, attempt, within_seconds=300.0)
+            together(meeting, _resumed, tmp_path, attempt, within_seconds=300.0)
     told = (tmp_path / "told").read_text()
     begun = [(int(attempt), int(step)) for attempt, step in re.findall(r"^attempt (\d+) from step (\d+)$", told, re.M)]
     assert [attempt for attempt, _ in begun] == [0, 1] and 0 < begun[1][1] <= KILLED_AT, told

@@ -1,6 +1,4 @@
-"""Every part of a step's key: two calls that differ in nothing else are two programs, and a step of one computes the
-other wrongly.
-"""
+"""Every part of a step's key: two calls that differ in nothing else are two programs."""
 
 from __future__ import annotations
 

@@ -27,9 +27,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 class InTF32(TorchDispatchMode):
-    """Rounds what convolutions read; with ``shift``, after a change in float32's last places, as another order of sums
-    makes.
-    """
+    """Rounds what convolutions read; with ``shift``, after a change as another order of sums makes it."""
 
     def __init__(self, shift: int = 0) -> None:
         super().__init__()

@@ -27,9 +27,7 @@ from monet_like.errors import CaptureError
 
 
 class Net(nn.Module):
-    """Reads an attribute, and has a part that runs under PyTorch's own checkpointing, which sets the
-    generator's state.
-    """
+    """Reads an attribute, and has a part under PyTorch's checkpointing, which sets the generator's state."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,4 @@
-"""Values beside tensors in an argument that the forward does not take need no capture; those that it takes in any way
-do.
-"""
+"""Values beside tensors in an argument that the forward does not take need no capture; those that it takes do."""
 
 from __future__ import annotations
 

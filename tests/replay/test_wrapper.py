@@ -52,9 +52,7 @@ def recorded(name: str, drop: float) -> ScheduleRecord:
 
 
 def scheduled(model: nn.Module, record: ScheduleRecord) -> ScheduleWrapper:
-    """A wrapper of a model of `made`, which is captured once for all tests; a wrapper from a file captures its model
-    anew.
-    """
+    """A wrapper of a model of `made`, which is captured once for all tests, unlike one from a file."""
     captured, example = CAPTURED[id(record)]
     return ScheduleWrapper(model, record, example=example, captured=captured)
 

@@ -84,9 +84,7 @@ OF_CUBLASLT = (0,) if release() > (2, 11) else (0, 2**20)
 
 
 def assert_predicted(found: dict[str, Any]) -> None:
-    """Predictions round every tensor up to 512 bytes; the allocator's own figure also has what it does
-    not split off.
-    """
+    """Predictions round tensors up to 512 bytes; the allocator's own figure also has what it does not split off."""
     assert 0.98 * found["predicted"] < found["asked"] <= found["predicted"], found
     assert 0.98 * found["plain predicted"] < found["plain asked"] <= found["plain predicted"], found
     assert found["predicted"] <= 0.8 * found["plain predicted"], found
@@ -168,9 +166,7 @@ def test_a_datasheet_knows_what_gradients_of_attention_take(ask: Ask) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("resnet18", marks=needs_kernels), "large decoder"])
 def test_a_budget_has_room_for_what_cublas_keeps(ask: Ask, name: str) -> None:
-    """By default, 32 MiB for each of two threads or for a product: all that is allocated, from nothing on, was
-    predicted.
-    """
+    """By default, 32 MiB for each of two threads or for a product: all that is ever allocated was predicted."""
     (found,) = ask(f"whole:{name}")
     assert found["cublas"] - default_bytes(9) in OF_CUBLASLT, found
     assert 0.98 * found["predicted"] < found["asked"] <= found["predicted"], found
@@ -262,9 +258,8 @@ def test_what_cublas_takes(ask: Ask, capability: str) -> None:
         (found,) = ask("cublas:", FAKE_GPU_CAPABILITY=capability, **SMALL_WORKSPACES)
         size = 16 * 2**10 * 8
         assert found["of a product"] == (0 if are_kept() else size)
-        assert found["kept"] in (
-            (2 * size, 3 * size) if are_kept() else (0,)
-        )  # cuBLASLt's third one: with PyTorch 2.11
+        # cuBLASLt's third one: with PyTorch 2.11.
+        assert found["kept"] in ((2 * size, 3 * size) if are_kept() else (0,))
         (found,) = ask("cublas:", FAKE_GPU_CAPABILITY=capability, TORCH_CUBLAS_WORKSPACE_CACHE="1")
         assert found["kept"] - 2 * expected in OF_CUBLASLT and found["of a product"] == 0
 

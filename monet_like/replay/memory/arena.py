@@ -147,9 +147,8 @@ class StepMemory:
         self._recording = False
         self._library.arena_record(self._plan, 0)
         made = self._recorded()
-        if [one.bytes for one in made] == [
-            one.bytes for one in self._seen
-        ]:  # some live longer in some steps than in others
+        # Some live longer in some steps than in others.
+        if [one.bytes for one in made] == [one.bytes for one in self._seen]:
             made = [max(pair, key=_life) for pair in zip(made, self._seen, strict=True)]
         self._seen = made
         inside = [i for i, one in enumerate(made) if one.end >= 0]
