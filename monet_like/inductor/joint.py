@@ -25,8 +25,7 @@ from torch import fx
 
 from ..capture.captured import allocated_bytes
 from ..errors import UsageError
-from .layouts import convert_gradients
-from .split import split_convolutions, without_shapes
+from .rewrites import convert_gradients, split_convolutions, without_shapes
 
 #: A result is cheap if its sources have at most so many times its bytes; narrow if they have at least so many.
 CHEAP, NARROW = 1.1, 2.0

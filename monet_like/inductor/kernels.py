@@ -14,7 +14,7 @@ from ..errors import UsageError
 from ..ir.program import Program, Runs, Task, Value, ValueKind
 from .in_place import with_takeovers
 from .joint import NARROW, Joint, Kernel, draws, is_elementwise, is_view, readers, reads_memory, walk
-from .layouts import is_conversion
+from .rewrites import is_conversion
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from compiled import planned
 from torch import nn
 
 from monet_like.capture.lower.step import capture
-from monet_like.inductor import joint, partitioner, prices, split
+from monet_like.inductor import joint, partitioner, prices, rewrites
 from monet_like.inductor.planned_graph import PlannedGraph
 from monet_like.ir.program import Cost
 from monet_like.profile.devices import DEVICES
@@ -50,7 +50,7 @@ def test_a_small_convolution_keeps_its_one_call_on_a_cpu(monkeypatch: pytest.Mon
         return sum("convolution_backward" in ways[0].name for ways in graph.program.slots)
 
     graph, found = planned(model, (x,))
-    monkeypatch.setattr(split, "LARGE", 0.0)
+    monkeypatch.setattr(rewrites, "LARGE", 0.0)
     every, wanted = planned(model, (x,))
     assert (calls(graph), calls(every)) == (8, 9)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
