@@ -24,7 +24,7 @@ from ..nn.sync_batch_norm import is_synchronised
 from ..profile.devices import known_limits, machine_at
 from ..runtime.streamed_block import Streamed
 from .checks.compatibility import check_shapes, told_of_order, warn_elsewhere
-from .inductor import check_inductor
+from .fusion import check_inductor
 from .kept_steps import KeptSteps
 from .memory.arena import Arena
 from .stepping import Stepping
