@@ -21,8 +21,7 @@ Variables: s_i = 1: item i is saved; k_v = 1: v is kept.
     (implied)  s_i <= s_j                                               for every (i, j) of `Item.implies`
     (kept)     s_i <= k_v + s_j                                         for every v, of each j that reads it
 
-The rows overstate the memory a little: a saved result can also make others die earlier. The simulator judges each
-choice.
+The rows overstate the memory a little: a saved result can make others die earlier. The simulator judges each choice.
 """
 
 from __future__ import annotations

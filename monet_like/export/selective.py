@@ -255,8 +255,7 @@ def checkpointing_step(
             later = groups[number[g] + 1 :]
             drawing = {o.group for o in called if o.draws and o.region == region_of[g]}
             implied.update(number[h] for h in later if h in drawing)
-        # Inside autocast PyTorch may have the casts of weights from a cache, so that the calls of casts cannot be
-        # counted.
+        # Inside autocast PyTorch may have casts of weights from a cache, so that their calls cannot be counted.
         never = any(o.op in _CASTS for o in own)
         items.append(Item(region_of[g], tuple(sorted(tasks_of[g])), once, tuple(sorted(implied)), never))
     layers = layers_of(ready.captured, program)

@@ -50,8 +50,7 @@ def saved_nodes(kernels: Kernels, schedule: Schedule) -> list[fx.Node]:
 def modules_of(
     module: fx.GraphModule, kernels: Kernels, schedule: Schedule, forward: Sequence[Run], backward: Sequence[Run]
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The forward and the backward of a schedule, with the inputs and results that AOTAutograd expects of a
-    partitioner.
+    """The forward and the backward of a schedule, as AOTAutograd expects them of a partitioner.
 
     The forward takes all inputs, and returns its results and what is saved. The backward takes what is saved and the
     incoming gradients.

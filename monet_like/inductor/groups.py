@@ -148,8 +148,7 @@ def _with_apart(
     """The runs of one graph, which write to a concatenation's memory only where that needs no more than the limit.
 
     Inductor has a result that a concatenation reads written to its place there. Then all of the concatenation is there
-    from the first such result on, and until nobody reads any of them, while the plan has the concatenation from its own
-    run on.
+    from the first such result on, and until nobody reads any of them; the plan has it from its own run on.
 
     Args:
         levels: the most memory of each run.

@@ -6,8 +6,7 @@ backward it may also be what the forward has saved (PyTorch calls that a *donate
 of the graph or a view of one. A concatenation's or a scatter's memory is given to nobody.
 
 * A slot writes into the memory of a gradient, or of a forward value that no later stage can use, whatever the plan.
-* Whether a forward task can do so depends on the plan: it is a task of its own, which stands beside the one that does
-  not.
+* Whether a forward task can do so depends on the plan: it is a task of its own, beside the one that does not.
 """
 
 from __future__ import annotations

@@ -46,8 +46,7 @@ class PlannedGraph:
         saved_bytes: of what the forward hands to the backward, without parameters and buffers.
         equal: how many graphs like it were compiled: all have this plan.
         step_bytes: what all calls of the graph were planned for.
-        fused_within: the bytes within which kernels are ordered so that Inductor can fuse them; None: they are in the
-            graph's order.
+        fused_within: the bytes within which kernels are ordered for fusion; None: they are in the graph's order.
         way: what Inductor makes of the plan, or of PyTorch's own partition where that is faster; None: was not asked.
     """
 

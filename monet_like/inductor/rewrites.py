@@ -21,8 +21,7 @@ _CONVOLUTION = torch.ops.aten.convolution_backward.default
 _CONVERSION = inductor_prims.force_stride_order
 #: The results of a convolution's backward: gradients of the input, the weight and the bias.
 _INPUT, _WEIGHT = 0, 1
-#: On a CPU, of the inputs and weights of all convolutions, the share from which on a convolution's gradients are two
-#: calls.
+#: On a CPU, the share in all convolutions' inputs and weights from which on a convolution's gradients are two calls.
 LARGE = 0.02
 
 
@@ -50,8 +49,7 @@ def split_convolutions(graph: fx.Graph) -> None:
 
 
 def without_shapes(graph: fx.Graph) -> None:
-    """Give gradients of average pooling a tensor without memory in place of the pooled one, of which they take the
-    shape alone.
+    """Give gradients of average pooling a tensor without memory for the pooled one, whose shape alone they take.
 
     Inductor's code holds an argument that it never reads until it ends.
     """

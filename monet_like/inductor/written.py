@@ -41,8 +41,7 @@ def written_operator() -> Any:
 def apart_operator() -> Any:
     """The operator whose result is in memory of its own, also if a concatenation reads it: that copies it.
 
-    Without it Inductor may have the result written to its place in the concatenation, all of which is then there from
-    that time on.
+    Without it Inductor may have the result written to its place in the concatenation, which is then there as a whole.
     """
     from torch._inductor.lowering import register_lowering
 

@@ -7,8 +7,7 @@ A piece is as long as this holds, and else is cut:
 * no value is written that the piece has touched before: a value and its rerun are never in one graph, where Inductor
   would merge them;
 * what exists before the piece, and what the compiled piece allocates while it runs, stay within the schedule's peak.
-  That is measured when the piece is built, not estimated. A value that is made and dies inside the piece may never
-  exist.
+  That is measured when the piece is built. A value that is made and dies inside the piece may never exist.
 
 Operators that write in place write in place still: the graph computes the new contents and copies them back last.
 """

@@ -132,8 +132,7 @@ class KeptSteps:
         return [each for each in kept if each != key and without_values(each, values) == form]
 
     def share(self, key: Any, alike: Sequence[Any], not_taken: frozenset[int]) -> Any:
-        """Have what is kept of forms serve a call of which a forward takes none of some values, if it agrees with them
-        in the others.
+        """Have what is kept of forms serve a call that differs from them in values which a forward does not take.
 
         Whatever decides about a forward's path is taken by it, so with equal values in the others both take the same
         path. That is not known of what the backward takes, nor of other branches.

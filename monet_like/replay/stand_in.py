@@ -2,8 +2,7 @@
 pickling.
 
 A model of Hugging Face's libraries is told by its class: ``isinstance(model, PreTrainedModel)`` decides how it is
-saved. A wrapper of such a model says that it is one. Methods such as ``save_pretrained`` and ``generate`` are the
-model's own.
+saved. A wrapper of such a model says that it is one. Methods such as ``save_pretrained`` are the model's own.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ REASON = "a monet_like schedule runs as it is; for compiled pieces give backend=
 
 
 class SignedAsModel:
-    """A forward with the signature of the wrapped model, from which Hugging Face's Trainer learns the columns of a
-    batch.
+    """A forward with the model's signature, from which Hugging Face's Trainer learns the columns of a batch.
 
     `torch.compile` leaves it alone: it breaks the graph there, and the schedule runs.
     """

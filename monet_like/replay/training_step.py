@@ -196,8 +196,7 @@ class _Call:
 
     Attributes:
         segments: the backward that is under way.
-        versions: of the saved parameters, buffers and inputs, by position: each and its version when the backward
-            began.
+        versions: by position, the saved parameters, buffers and inputs, and their versions when the backward began.
         other: by which the call has left its branch.
         weights: has the model's streamed weights on the device for a segment of the backward; None: all are there.
         keeping: keeps what the backward needs; None: it is kept as it is.

@@ -24,8 +24,7 @@ NATIVE_BACKWARD = "aten.native_batch_norm_backward.default"
 CUDNN = "aten.cudnn_batch_norm.default"
 CUDNN_BACKWARD = "aten.cudnn_batch_norm_backward.default"
 
-#: The most samples that PyTorch gives to cuDNN in training and without, and the first number of elements that it does
-#: not.
+#: The most samples that PyTorch gives to cuDNN in training and without, and the first number of elements too many.
 _SAMPLES, _SAMPLES_OF_INFERENCE, _ELEMENTS = 880_801, 65_535, 2**31 - 1
 
 

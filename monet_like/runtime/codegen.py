@@ -157,8 +157,7 @@ class _Writer:
         for task, dead in zip(block.tasks, dying, strict=True):
             self.tasks.append((len(self.lines) + 2, task))  # the first line is the function's
             last = {name: place for place, call in enumerate(task.calls) for name in _mentioned(call)}
-            # Values that the task reads exist until it ends, as planned; but for one that it takes over and may
-            # release.
+            # Values that the task reads exist until it ends, as planned, but for one that it takes over.
             early = {f"v{v}" for v in dead if v == task.overwrites}
             if self.before is not None:
                 self.line(f"{self.constant('before', self.before, key='')}()")

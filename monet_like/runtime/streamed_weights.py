@@ -4,8 +4,7 @@ A frozen weight is only read, so it travels one way: to the device before the bl
 backward. On the device there is one ring of slots of one size, allocated once; a slot holds the weights of one block.
 While a block runs, those of the next blocks are copied by a stream of its own. On CUDA the host's memory is pinned, and
 two kinds of events keep order: a block waits until its copy has ended (`_Slot.filled`), and a copy waits until the
-block whose slot it takes has been computed (`_Slot.read`). On a CPU both memories are the host's; copies are made all
-the same.
+block whose slot it takes has been computed (`_Slot.read`). On a CPU both memories are the host's; copies are made, too.
 
 The model's tensors stay the same objects: their ``data`` is a slot while their block runs, and else the host's memory.
 So ``state_dict``, ``save_pretrained`` and ``load_state_dict`` see the host's. What autograd's graph holds of these

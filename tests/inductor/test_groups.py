@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from monet_like.inductor import choice, emission, groups, prices
 from monet_like.inductor.emission import Run
 from monet_like.models.decoders import Decoder, Shape
 from monet_like.replay.verify.steps import step_peak, train_step
+
+Made = tuple[nn.Module, tuple[torch.Tensor, ...]]
 
 
 class Rotations(nn.Module):
@@ -124,32 +127,6 @@ class Pooled(nn.Module):
         return nn.functional.max_pool2d(x, 3, 2, 1).square().mean()
 
 
-def rotations() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    torch.manual_seed(0)
-    return Rotations(), (torch.randn(256, 16),)
-
-
-def attention() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    torch.manual_seed(0)
-    return Attention(), (torch.randn(256, 16),)
-
-
-def strided() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    torch.manual_seed(0)
-    return Strided(), (torch.randn(256, 16),)
-
-
-def activations(**more: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    torch.manual_seed(0)
-    return Activations(**more), (torch.randn(256, 32),)
-
-
-def decoder() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    torch.manual_seed(0)
-    made = Decoder(Shape(width=64, blocks=1, heads=4, groups=4, hidden=176, vocabulary=256), length=128)
-    return made, tuple(torch.randint(0, 256, (4, 128)) for _ in range(2))
-
-
 class Dropped(nn.Module):
     """Layer norms read what a dropout has left: the random numbers are drawn anew in their two passes, not written."""
 
@@ -165,16 +142,6 @@ class Dropped(nn.Module):
         return x.square().mean()
 
 
-def dropped() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    torch.manual_seed(0)
-    return Dropped(), (torch.randn(256, 32),)
-
-
-def tied() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    torch.manual_seed(0)
-    return Tied(), (torch.randint(0, 256, (256,)),)
-
-
 class Classifier(nn.Module):
     """Layers with large activations, then one with a large weight on few rows, as the classifier of a VGG has."""
 
@@ -187,13 +154,32 @@ class Classifier(nn.Module):
         return self.last(self.layers(x).unflatten(0, (32, 32)).mean(0).reshape(1, -1)).square().mean()
 
 
-def classifier() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+def _decoder() -> Made:
+    model = Decoder(Shape(width=64, blocks=1, heads=4, groups=4, hidden=176, vocabulary=256), length=128)
+    return model, tuple(torch.randint(0, 256, (4, 128)) for _ in range(2))
+
+
+NETS: dict[str, Callable[[], Made]] = {
+    "rotations": lambda: (Rotations(), (torch.randn(256, 16),)),
+    "activations": lambda: (Activations(), (torch.randn(256, 32),)),
+    "attention": lambda: (Attention(), (torch.randn(256, 16),)),
+    "strided": lambda: (Strided(), (torch.randn(256, 16),)),
+    "dropped": lambda: (Dropped(), (torch.randn(256, 32),)),
+    "tied": lambda: (Tied(), (torch.randint(0, 256, (256,)),)),
+    "classifier": lambda: (Classifier(), (torch.randn(1024, 32),)),
+    "decoder": _decoder,
+    # Pooling of windows, and of a convolution's result, that a plan computes anew.
+    "dense": lambda: (torchvision.models.DenseNet(8, (1, 1), 16, num_classes=10), (torch.randn(8, 3, 64, 64),)),
+}
+
+
+def made(name: str) -> Made:
     torch.manual_seed(0)
-    return Classifier(), (torch.randn(1024, 32),)
+    return NETS[name]()
 
 
 def test_gradients_that_are_larger_than_what_they_are_made_from_are_computed_last() -> None:
-    model, (x,) = classifier()
+    model, (x,) = made("classifier")
     graph, found = planned(model, (x,))
     program, large = graph.program, 4 * 1024 * 256
     assert [program.values[v].bytes for ways in program.slots for v in ways[0].writes].index(large) == (
@@ -205,12 +191,6 @@ def test_gradients_that_are_larger_than_what_they_are_made_from_are_computed_las
         assert torch.allclose(parameter.grad, gradient, rtol=1e-4, atol=1e-7), name  # type: ignore[arg-type]
     # While the layers run backward there is no gradient of the weight: their memory does not add up.
     assert graph.peak_bytes < 2 * large + 6 * x.nbytes
-
-
-def dense() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    """Pooling of windows, and of a convolution's result, that a plan computes anew."""
-    torch.manual_seed(0)
-    return torchvision.models.DenseNet(8, (1, 1), 16, num_classes=10), (torch.randn(8, 3, 64, 64),)
 
 
 class Blocks(nn.Module):
@@ -255,31 +235,31 @@ def test_blocks_that_are_compiled_one_by_one_keep_to_one_budget() -> None:
 
 @pytest.mark.slow
 def test_products_that_are_added_later_are_computed_where_they_stand(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, graph = peaks(*tied(), "90%", False)
+    found, graph = peaks(*made("tied"), "90%", False)
     assert found <= graph.peak_bytes + SCALARS
     monkeypatch.setattr(emission, "_is_added", lambda node: False)
-    found, graph = peaks(*tied(), "90%", False)
+    found, graph = peaks(*made("tied"), "90%", False)
     assert found > 1.1 * graph.peak_bytes
 
 
 @pytest.mark.slow(but=["rotations-65%"], rare=2)
 @pytest.mark.parametrize(
-    ("make", "budget"),
+    ("name", "budget"),
     [
-        (rotations, "100%"), (rotations, "65%"), (rotations, "60%"), (activations, "100%"), (activations, "70%"),
-        (classifier, "100%"), (decoder, "50%"), (dropped, "100%"), (dropped, "60%"),
-        (dense, "100%"), (dense, "70%"), (attention, "100%"), (strided, "100%"),
+        ("rotations", "100%"), ("rotations", "65%"), ("rotations", "60%"), ("activations", "100%"),
+        ("activations", "70%"), ("classifier", "100%"), ("decoder", "50%"), ("dropped", "100%"), ("dropped", "60%"),
+        ("dense", "100%"), ("dense", "70%"), ("attention", "100%"), ("strided", "100%"),
     ],
 )  # fmt: skip
-def test_a_step_needs_what_its_plan_says(make: Any, budget: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_needs_what_its_plan_says(name: str, budget: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prices, "seconds_of", lambda *_, **__: 1e-4)  # else each run would test another plan
     monkeypatch.setattr(prices, "measured_limits", prices.limits_like)
     monkeypatch.setattr(prices, "MEASURED", {})
-    measured = make in (decoder, dense)  # attention and convolutions on the CPU have workspaces
-    found, graph = peaks(*make(), budget, measured)
+    measured = name in ("decoder", "dense")  # attention and convolutions on the CPU have workspaces
+    found, graph = peaks(*made(name), budget, measured)
     assert found <= graph.peak_bytes + SCALARS  # to the byte, but where fusion leaves out what a plan counts
     # What a copied argument is a view of may be freed before the product is made: the plan has all three.
-    assert found >= (0.97 if make in (decoder, strided) else 1.0) * graph.peak_bytes
+    assert found >= (0.97 if name in ("decoder", "strided") else 1.0) * graph.peak_bytes
 
 
 @pytest.mark.slow
@@ -311,7 +291,7 @@ def test_parts_of_a_concatenation_are_written_to_their_place_where_there_is_room
             return made
 
         monkeypatch.setattr(choice, "runs_of", roomy)
-        found, graph = peaks(*attention(), "100%", False)
+        found, graph = peaks(*made("attention"), "100%", False)
         return found - graph.peak_bytes
 
     assert abs(over(0)) <= SCALARS < over(4 * 256 * 48)
@@ -321,7 +301,7 @@ def test_parts_of_a_concatenation_are_written_to_their_place_where_there_is_room
 @pytest.mark.slow
 def test_a_step_with_the_least_memory_needs_what_its_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prices, "seconds_of", lambda *_, **__: 1e-4)
-    model, inputs = dense()
+    model, inputs = made("dense")
     with pytest.raises(Exception, match="the smallest known budget is") as refused:
         peaks(model, inputs, "1%", True)
     least = getattr(refused.value, "inner_exception", refused.value).smallest_bytes  # type: ignore[union-attr]
@@ -345,7 +325,7 @@ def test_fusion_across_groups_needs_more(monkeypatch: pytest.MonkeyPatch) -> Non
         return tuple(parts)
 
     def over(**changed: Any) -> int:
-        found, graph = peaks(*rotations(), "65%", False, **changed)
+        found, graph = peaks(*made("rotations"), "65%", False, **changed)
         return found - graph.peak_bytes
 
     assert abs(over()) <= SCALARS
@@ -371,11 +351,16 @@ def test_results_that_inductor_writes_by_its_own_rules_need_more(
     net: dict[str, int], budget: str, changed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its rules are for the readers of a result, the tensors that it is made from, and the operators that make it."""
-    found, graph = peaks(*activations(**net), budget, False)
+
+    def given() -> Made:
+        torch.manual_seed(0)
+        return Activations(**net), (torch.randn(256, 32),)
+
+    found, graph = peaks(*given(), budget, False)
     assert graph.peak_bytes <= found <= graph.peak_bytes + SCALARS
     if changed == "readers":
         monkeypatch.setattr(emission._Emitter, "_inlined", lambda self, node, made: made)
-    found, graph = peaks(*activations(**net), budget, False, **({} if changed == "readers" else {changed: None}))
+    found, graph = peaks(*given(), budget, False, **({} if changed == "readers" else {changed: None}))
     assert found > graph.peak_bytes + SCALARS
 
 

@@ -35,8 +35,7 @@ Hook = Callable[[torch.Tensor], torch.Tensor | None]
 
 
 class Asked:
-    """What a backward asks of results from which others are made, beside the part of their gradients that comes from
-    outside.
+    """What a backward asks of results from which others are made, beside the outside part of their gradients.
 
     Attributes:
         hooks: by position, of the results of whose whole gradients something is asked.
@@ -54,8 +53,7 @@ class Asked:
 
 
 def watch_results(positions: Sequence[int], results: Sequence[torch.Tensor], asked: Asked | None = None) -> None:
-    """Have a backward refuse to give a part of a gradient for the whole: where something asks for that of one of these
-    results.
+    """Have a backward refuse to give a part of a gradient for the whole, where these results' are asked for.
 
     Args:
         asked: where such is noted that another backward can give; None: there is none.

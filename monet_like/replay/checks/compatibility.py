@@ -35,8 +35,7 @@ _told: set[tuple[str, str]] = set()
 
 
 def difference(planned: Machine, here: Machine, peak_bytes: int) -> str:
-    """How the device differs from the one planned for, in words, where it matters for time or memory; "" if it does
-    not.
+    """How the device differs from the one planned for in what matters for time or memory, in words; else "".
 
     Args:
         peak_bytes: that the schedule predicts.
@@ -234,8 +233,7 @@ def exceeds(record: ScheduleRecord, captured: Captured, name: str, device: torch
 
     Operators are the same at any size: a model may upsample four times instead of twice. Without workspace, which
     depends on the device, a step needs at most the peak that was predicted with it. Where plain-torch twins run in the
-    place of compiled kernels, theirs is counted: with it a step may need more than was predicted, but not than the
-    budget.
+    place of compiled kernels, theirs is counted: then a step may need more than predicted, but not than the budget.
 
     Raises:
         ScheduleFileError: the schedule breaks the program's rules.
@@ -285,8 +283,7 @@ def _exceeds_by_twins(record: ScheduleRecord, captured: Captured, device: torch.
 
 
 def carried_over(schedule: Schedule, program: Program, other: Program) -> Schedule | None:
-    """The same decisions for a program with equal forward, whose backward may have other copies; None if they do not
-    fit.
+    """The same decisions for a program with equal forward and other copies in its backward; None: they do not fit.
 
     A slot that lacks the way that the schedule takes is done in PyTorch's own.
     """

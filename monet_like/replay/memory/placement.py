@@ -38,8 +38,7 @@ def place(lifetimes: Sequence[Lifetime], *, most_steps: int = MOST_STEPS, seed: 
     """Choose offsets so that no two tensors that live at the same time overlap.
 
     Args:
-        most_steps: of the search; 0: only the best of four simple orders. Without the compiled library this is always
-            so.
+        most_steps: of the search; 0, or without the compiled library: only the best of four simple orders.
 
     Returns:
         The same for the same arguments.

@@ -82,8 +82,7 @@ def differences(plain: Tensors, other: Tensors, known: Differences | None = None
     """The differences between the results of two steps, by name; the larger of them and ``known``.
 
     Args:
-        plain, other: tensors after plain PyTorch's step, and after one that differs from it by rounding alone, such as
-            in float64.
+        plain, other: tensors after plain PyTorch's step, and after one with other rounding, such as in float64.
         known: of further such steps. Their tensors need not be kept.
     """
     made = dict(known or {})

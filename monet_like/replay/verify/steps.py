@@ -30,8 +30,7 @@ from .tf32 import runs_in_tf32
 #: It is judged after each, so that most checks need one.
 SHAKEN = 8
 #: By how much, in units in the last place: more where that is still far below what is tolerated anyway, because one
-#: ReLU whose input is near zero moves a gradient by more than any fixed tolerance would allow, and some step must show
-#: it.
+#: ReLU whose input is near zero moves a gradient by more than a fixed tolerance allows, and some step must show it.
 SHAKEN_UNITS = {8: 16.0, 4: 16.0, 2: 1.0}
 
 
@@ -116,8 +115,7 @@ def judged(
             break
         rounding = differences(mine, everything_after_a_step(shaken(model, seed, eps), example), rounding)
         if not seed and not draws(model, example, mine):  # in float64, noise is other noise
-            # Float64 takes twice the memory, and models that name a dtype do not run in it: the other steps must do
-            # then.
+            # Float64 takes twice the memory, and models that name a dtype do not run in it: then others must do.
             with autocast_as("", device), contextlib.suppress(RuntimeError):
                 exact = everything_after_a_step(copy.deepcopy(model).double(), _as_double(example))
                 rounding = differences(mine, exact, rounding)
