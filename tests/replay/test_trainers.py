@@ -166,11 +166,9 @@ def test_the_unused_part_of_a_backward_is_not_computed() -> None:
     plain, x = TwoResults(), torch.randn(7, 6)
     mine = wrapped(plain, x, drop=0.0)
     (step,) = (each.step for each in mine._kept)
-    whole = sum(len(b.tasks) for b in step._blocks)
     mine(x)["logits"].sum().backward()
     (partial,) = step._partial.values()
     assert partial.__doc__.count("op_") < step.backward.__doc__.count("op_") - 5
-    assert whole
 
 
 class Sampled(nn.Module):

@@ -17,7 +17,7 @@ from any_schedule import assert_as_plain
 from nets import linear, rows
 from replays import record_for
 from torch import nn
-from training import run, tensors, twin
+from training import run, twin
 
 from monet_like.capture.captured import Captured
 from monet_like.capture.lower.step import capture
@@ -338,4 +338,3 @@ def test_schedule_from_a_file(tmp_path: Path) -> None:
     wrapped, plain = ScheduleWrapper(twin(model), path, (3, 64, 64)), twin(model)
     outcome = run(plain, (x,), {}).differences(run(wrapped, (x,), {}))
     assert not any(outcome.values())
-    assert tensors(x)
