@@ -370,6 +370,22 @@ _OFFLOADING = [
     ("auto/rehearsal/counted.py", "if v not in call.held and given[storage] == 1", "if True", "auto/test_offloading_blocks.py::test_an_input_that_others_hold_is_not_offloaded"),
 ]  # fmt: skip
 
+_LAYOUTS, _LAST = "compiler/layouts.py", "capture/trace/channels_last.py"
+_AS_IT_IS = "compiler/test_layouts.py::test_it_is_left_as_it_is[{}]"
+_REFUSED = "capture/test_channels_last.py::test_what_depends_on_the_layout_is_refused[{}]"
+_AGREE = "capture/test_channels_last.py::test_results_gradients_and_buffers_agree_and_lie_as_plain_pytorchs"
+#: Where convolutions compute in channels-last.
+_CHANNELS_LAST = [
+    (_LAYOUTS, "if _results(captured) != _results(ready.captured):", "if False:", _AS_IT_IS.format("result")),
+    (_LAYOUTS, "CaptureError, InfeasibleError", "InfeasibleError", _AS_IT_IS.format("view")),
+    (_LAYOUTS, "if any(map(layout_of, (*request.model.parameters(), *tensors_of(request.example)))):", "if False:", _AS_IT_IS.format("images")),
+    (_LAYOUTS, "meta.dtype in _HALF and ", "", _AS_IT_IS.format("float32")),
+    (_LAST, "torch.Tag.nondeterministic_seeded in tags", "False", _REFUSED.format("dropout")),
+    (_LAST, "or node.target is torch.ops.aten.as_strided.default", "", _REFUSED.format("as_strided")),
+    (_LAST, "tensor.contiguous() if layout_of(tensor) else tensor", "tensor", _AGREE),
+    (_LAST, "    torch.conv_transpose3d: 5,\n", "", "capture/test_channels_last.py::test_every_convolution_takes_it"),
+]  # fmt: skip
+
 
 def _listed() -> Iterator[Mutant]:
     for text, instead, test in _CALL_KEYS:
@@ -378,7 +394,7 @@ def _listed() -> Iterator[Mutant]:
         yield Mutant("replay/stepping.py", text, instead, test)
     for text, instead, test in _WRAPPER:
         yield Mutant("replay/wrapper.py", text, instead, test)
-    for file, text, instead, test in (*_CHECKS, *_SCHEDULES, *_KEPT, *_GUARDS, *_OFFLOADING):
+    for file, text, instead, test in (*_CHECKS, *_SCHEDULES, *_KEPT, *_GUARDS, *_OFFLOADING, *_CHANNELS_LAST):
         yield Mutant(file, text, instead, test)
     for text, instead, test in _SHARED:
         yield Mutant("auto/shared_captures.py", text, instead, test)

@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 
@@ -15,12 +16,14 @@ import torch
 from ..capture.captured import Captured
 from ..capture.example_inputs import input_specs, specs_in_words
 from ..capture.precision import weights_layout
+from ..compiler.layouts import in_faster_layout
 from ..compiler.pipeline import QUICK_SECONDS, compile_prepared, make_record, prepare
 from ..compiler.prepared import Prepared
 from ..compiler.progress import Progress, announce
 from ..compiler.request import Request, captured_for, in_autograd_order
 from ..compiler.sources import Cached
 from ..errors import InfeasibleError, OutOfMemory, ProfileError, ScheduleFileError, SolverError
+from ..ir.mode import NHWC, parse_mode
 from ..ir.schedule_file import PLAIN, ScheduleRecord
 from ..ir.simulate import simulate
 from ..ir.step import Point
@@ -114,12 +117,15 @@ def _alone(record: ScheduleRecord, point: Point) -> KeptPlan:
 
 
 def captured_as(record: ScheduleRecord, request: Request, captured: Captured) -> Captured:
-    """The captured step with those gradients delayed that a schedule delays."""
-    if record.made_last == captured.made_last:
-        return captured
-    if not record.made_last:
-        return in_autograd_order(request, captured)
-    return captured_for(replace(request, made_last=record.made_last, liger=has_liger(record)), request.example)
+    """The captured step with those gradients delayed that a schedule delays, and with convolutions in its layout."""
+    if is_same_layout := (NHWC in parse_mode(record.mode)) == (NHWC in parse_mode(request.mode)):
+        if record.made_last == captured.made_last:
+            return captured
+        if not record.made_last:
+            return in_autograd_order(request, captured)
+    mode = request.mode if is_same_layout else record.mode
+    asked = replace(request, mode=mode, made_last=record.made_last, liger=has_liger(record))
+    return captured_for(asked, request.example)
 
 
 def _local_rank() -> int:
@@ -165,13 +171,28 @@ def _compiled(
                 captured=captured, budget=None if budget.share >= 1 else limit, quick=quick,
                 earlier=earlier.ready if earlier else None,
             )  # fmt: skip
-            progress.at("plan", most=QUICK_SECONDS if quick else settings.time_limit_seconds)
-            try:
-                ready, found = compile_prepared(
-                    request, ready, limit, device, quick=quick, save_profile=source.save,
-                    progress=progress.profiling,
-                    plan_progress=progress.planning,
+            limit = budget.of(eager or ready.plain.peak_bytes)
+            compiled = partial(
+                compile_prepared, budget=limit, device=device, quick=quick, save_profile=source.save,
+                progress=progress.profiling, plan_progress=progress.planning,
+            )  # fmt: skip
+
+            def priced_as(other: Request, captured: Captured) -> Prepared:
+                return prepare(
+                    other, device, profile=known if quick else ready.profile, save_profile=source.save,
+                    progress=progress.profiling, captured=captured, quick=quick,
                 )  # fmt: skip
+
+            faster = in_faster_layout(request, ready, device, priced_as)
+            progress.at("plan", most=QUICK_SECONDS if quick else settings.time_limit_seconds)
+            if faster is not None:
+                with suppress(InfeasibleError, SolverError):  # then as it is given
+                    there, found = compiled(*faster)
+                    plain, seconds = eager or ready.plain.peak_bytes, ready.plain.seconds
+                    record = replace(found.record, plain_peak_bytes=plain, plain_seconds=seconds)
+                    return record, _point(there, record)
+            try:
+                ready, found = compiled(request, ready)
                 if quick and earlier is None:
                     keep_costs(piece, device, ready)
                     if ready.captured is not captured:  # it has the costs of both orders of gradients

@@ -92,8 +92,9 @@ def solve_command(**options: Any) -> None:
     MODEL is a dotted call with literal arguments ("torchvision.models.resnet18(num_classes=10)"), unet, nasnet,
     amoebanet, darts, or path/to/file.py:make_model (or the class of a module). MODE is some of the words inplace, conv,
     multiway, newnode, normal, joined by "_"; dropit0.9, lowp16 and lowp8 admit inexact gradients, offload copies on the
-    host, algorithms those of cuDNN; by default it has all that are exact, inplace_conv_multiway_newnode.
-    SOLVER is HIGHS (the default), CBC, GUROBI or another that cvxpy finds, or heuristic, which needs none.
+    host, algorithms those of cuDNN, nhwc has convolutions in channels-last; by default it has all that are
+    exact, inplace_conv_multiway_newnode. SOLVER is HIGHS (the default), CBC, GUROBI or another that cvxpy finds, or
+    heuristic, which needs none.
 
     \b
     Examples:

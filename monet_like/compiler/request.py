@@ -17,6 +17,7 @@ from ..capture.trees import tensors_of
 from ..errors import UsageError
 from ..ir.defaults import SOLVER
 from ..ir.display import short_repr
+from ..ir.mode import NHWC, parse_mode
 from ..variants import admitted
 
 
@@ -120,7 +121,7 @@ def captured_for(request: Request, example: Example) -> Captured:
         captured = capture(
             request.model, *example, target=request.target, processes=request.processes, made_last=request.made_last,
             optimizer_in_backward=request.optimizer_in_backward, attention=request.attention,
-            capability=request.capability,
+            capability=request.capability, channels_last=NHWC in parse_mode(request.mode),
         )  # fmt: skip
         return admitted(captured, request.mode, ablation=request.ablation, liger=request.liger)
 

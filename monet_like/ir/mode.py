@@ -11,6 +11,9 @@ input, ``lowp16`` and ``lowp8`` values kept for the backward in 16 and 8 bits.
 
 ``offload`` admits copies on the host: exact to the bit, but what they take is counted apart.
 
+``nhwc`` has convolutions compute in channels-last layout, whatever layout images and filters have: the results agree to
+rounding, and so the program is another one. `monet_like.auto_schedule` adds the word where that is faster on a GPU.
+
 ``algorithms`` admits, on CUDA, what only measuring tells apart: cuDNN's convolution algorithms and the kinds of
 attention. They agree to rounding, as with ``conv``.
 
@@ -32,6 +35,8 @@ DROPIT = "dropit"
 OFFLOAD = "offload"
 #: Nor this: datasheet rates know no algorithms, and measuring all of them takes several times as long.
 ALGORITHMS = "algorithms"
+#: Nor this: it makes another program, and does not add to one.
+NHWC = "nhwc"
 _NEUTRAL = "normal"
 #: Words of registered variants (`monet_like.register_variant`), and whether they admit inexact gradients.
 _registered: dict[str, bool] = {}
@@ -61,19 +66,20 @@ def parse_mode(text: str) -> frozenset[str]:
                 f"mode {text!r} has an unknown word {word!r}; a mode is some of {', '.join(known)} joined by '_', "
                 "such as inplace_conv_multiway_newnode or normal; lossy caches are "
                 f"{', '.join(LOSSY_WORDS)} and dropit0.9; {OFFLOAD} admits copies on the host, "
-                f"{ALGORITHMS} those of cuDNN; registered variants may have words of their own (here: "
+                f"{ALGORITHMS} those of cuDNN, {NHWC} has convolutions in channels-last; registered variants may have "
+                "words of their own (here: "
                 f"{', '.join(_registered) or 'none'})"
             )
     names = [DROPIT if word.startswith(DROPIT) else word for word in words]
     if len(set(names)) != len(names):
-        every = ", ".join((*known, *LOSSY_WORDS, DROPIT, OFFLOAD, ALGORITHMS))
+        every = ", ".join((*known, *LOSSY_WORDS, DROPIT, OFFLOAD, ALGORITHMS, NHWC))
         raise UsageError(f"mode {text!r} repeats a word; give each of {every} at most once")
     return frozenset(words) - {_NEUTRAL}
 
 
 def known_words() -> tuple[str, ...]:
     """The words that a mode may have, but for ``dropit...`` and ``normal``."""
-    return (*WORDS, *LOSSY_WORDS, OFFLOAD, ALGORITHMS, *_registered)
+    return (*WORDS, *LOSSY_WORDS, OFFLOAD, ALGORITHMS, NHWC, *_registered)
 
 
 def register_word(word: str, *, lossy: bool = False) -> None:

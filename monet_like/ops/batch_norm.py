@@ -196,10 +196,18 @@ def _gradients(
 
 
 @operator(f"(Tensor[] parts, {_NORM}, str activation, float lo, float hi) -> Tensor")
-def batch_norm_apply_joined(parts: Sequence[Tensor], *others: Any) -> Tensor:
+def batch_norm_apply_joined(
+    parts: Sequence[Tensor],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    activation: str,
+    lo: float,
+    hi: float,
+) -> Tensor:
     """`batch_norm_apply` of tensors joined along the channels, without a residual."""
-    *norm, activation, lo, hi = others
-    return batch_norm_apply(torch.cat([*parts], 1), *norm, None, activation, lo, hi)
+    return batch_norm_apply(torch.cat([*parts], 1), weight, bias, mean, invstd, None, activation, lo, hi)
 
 
 @fake(batch_norm_apply_joined)
@@ -211,10 +219,22 @@ def _(parts: Sequence[Tensor]) -> Tensor:
     "(Tensor[] parts, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
     "float momentum, float eps, str activation, float lo, float hi, bool exact) -> (Tensor, Tensor, Tensor)"
 )
-def batch_norm_train_joined(parts: Sequence[Tensor], *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+def batch_norm_train_joined(
+    parts: Sequence[Tensor],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+    activation: str,
+    lo: float,
+    hi: float,
+    exact: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """`batch_norm_train` of tensors joined along the channels, without a residual."""
-    *norm, activation, lo, hi, exact = others
-    return batch_norm_train(torch.cat([*parts], 1), *norm, None, activation, lo, hi, exact)
+    parameters = (weight, bias, running_mean, running_var)
+    return batch_norm_train(torch.cat([*parts], 1), *parameters, momentum, eps, None, activation, lo, hi, exact)
 
 
 @fake(batch_norm_train_joined)

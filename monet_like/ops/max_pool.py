@@ -14,7 +14,6 @@ not.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -126,15 +125,25 @@ def _(offsets: Tensor) -> Tensor:
 
 
 @operator(f"(Tensor grad, Tensor offsets, SymInt[] input_size, {_POOL}) -> Tensor")
-def max_pool2d_offsets_backward(grad: Tensor, offsets: Tensor, input_size: Sequence[int], *window: Any) -> Tensor:
+def max_pool2d_offsets_backward(
+    grad: Tensor,
+    offsets: Tensor,
+    input_size: Sequence[int],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Tensor:
     """The gradient of max pooling from offsets; the result has the offsets' memory format."""
     memory_format = image_format(offsets)
-    indices = max_pool2d_offsets_to_indices(offsets, input_size, *window)
-    floors = pooled_extents(input_size, *window, False)
+    indices = max_pool2d_offsets_to_indices(offsets, input_size, kernel, stride, padding, dilation)
+    floors = pooled_extents(input_size, kernel, stride, padding, dilation, False)
     ceil_mode = list(offsets.shape[-2:]) != floors
     # ATen wants the input, but only for its shape and layout.
     shape_only = torch.empty(tuple(input_size), dtype=grad.dtype, device=grad.device, memory_format=memory_format)
-    grad_input: Tensor = aten.max_pool2d_with_indices_backward(grad, shape_only, *window, ceil_mode, indices)
+    grad_input: Tensor = aten.max_pool2d_with_indices_backward(
+        grad, shape_only, kernel, stride, padding, dilation, ceil_mode, indices
+    )
     return grad_input.contiguous(memory_format=memory_format)
 
 

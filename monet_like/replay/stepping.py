@@ -30,6 +30,7 @@ from ..capture.trace.answers import Answer, raised_by_model
 from ..capture.trace.taken import taken_leaves
 from ..capture.trees import flattened, tensors_of
 from ..errors import InfeasibleError, MonetError, ScheduleFileError, UsageError, warn_caller
+from ..ir.mode import NHWC, parse_mode
 from ..ir.schedule_file import InputSpec, ScheduleRecord
 from ..ir.units import format_bytes
 from ..nn.sync_batch_norm import world
@@ -360,7 +361,7 @@ class Stepping(StandIn):
         """
         captured = capture(
             self._model, args, kwargs, made_last=record.made_last, row_major_gradients=in_rows,
-            optimizer_in_backward=record.optimizer_in_backward,
+            optimizer_in_backward=record.optimizer_in_backward, channels_last=NHWC in parse_mode(record.mode),
         )  # fmt: skip
         return admitted(captured, record.mode, ablation=record.ablation, liger=has_liger(record))
 

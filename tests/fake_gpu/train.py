@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import math
 import os
 import sys
 import tempfile
@@ -28,6 +29,7 @@ from torch import nn
 
 import monet_like
 from monet_like.auto import offloaded
+from monet_like.compiler import layouts
 from monet_like.compiler.costs import measured_costs
 from monet_like.compiler.pipeline import compile_schedule
 from monet_like.compiler.request import Request, captured_for
@@ -113,6 +115,7 @@ CASES: dict[str, Callable[[], Made]] = {
     "vit bfloat16": lambda: vit(16, 3, 64, 128, batch=16),
     "large vit": lambda: vit(8, 2, 256, 768, batch=128),
     "unet": lambda: (UNet(width=8, depth=2), (image(6, 64),)),
+    "unet bfloat16": lambda: (UNet(width=8, depth=2), (image(6, 64),)),
     "decoder": lambda: decoder(8),
     "decoder bfloat16": lambda: decoder(8),
     "large decoder": lambda: decoder(128),
@@ -205,6 +208,17 @@ def train(name: str) -> dict[str, Any]:
         "allocated": resident_bytes(wrapped, (args, {})) + rise,
         "unsplit": unsplit_bytes(large_values(wrapped)),
     }
+
+
+def in_channels_last(name: str) -> dict[str, Any]:
+    """`train` where convolutions in channels-last are taken to be faster, and where they are not: the modes as well."""
+    modes = []
+    for share, layouts.WORTH in ((79, 0.0), (80, math.inf)):  # `train` finds the second plan in the cache
+        wrapped, args, running = planned(name, memory_budget=f"{share}%")
+        modes.append(wrapped.record.mode)
+        strides = running(*args).stride()
+    plain = InAutocast(wrapped._model, running.dtype)
+    return {**train(name), "modes": modes, "in rows": strides == plain(*args).stride()}
 
 
 def whole(name: str) -> dict[str, Any]:
@@ -547,8 +561,8 @@ def saved(path: str) -> dict[str, Any]:
 WHAT = {
     what.__name__: what
     for what in (
-        train, whole, two_devices, offload, reserve, placed, distributed, workspaces, placed_loss, timed, by_rates,
-        attention, saved, copies, live, out_of_memory, out_of_memory_in_blocks, card, moved, cublas,
+        train, in_channels_last, whole, two_devices, offload, reserve, placed, distributed, workspaces, placed_loss,
+        timed, by_rates, attention, saved, copies, live, out_of_memory, out_of_memory_in_blocks, card, moved, cublas,
         streamed.races, streamed.weights, streamed.larger, streamed.no_room, streamed.replicated, streamed.offloaded,
         streamed.offloading_blocks,
     )

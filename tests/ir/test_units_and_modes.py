@@ -126,8 +126,8 @@ def test_unknown_words(mode: str, word: str) -> None:
     assert str(caught.value) == (
         f"mode {mode!r} has an unknown word {word!r}; a mode is some of inplace, conv, multiway, newnode, normal "
         "joined by '_', such as inplace_conv_multiway_newnode or normal; lossy caches are lowp16, lowp8 and dropit0.9; "
-        "offload admits copies on the host, algorithms those of cuDNN; registered variants may have words of their own "
-        "(here: none)"
+        "offload admits copies on the host, algorithms those of cuDNN, nhwc has convolutions in channels-last; "
+        "registered variants may have words of their own (here: none)"
     )
 
 
@@ -137,7 +137,7 @@ def test_repeated_words(mode: str) -> None:
         parse_mode(mode)
     assert str(caught.value) == (
         f"mode {mode!r} repeats a word; give each of inplace, conv, multiway, newnode, normal, lowp16, lowp8, dropit, "
-        "offload, algorithms at most once"
+        "offload, algorithms, nhwc at most once"
     )
 
 

@@ -145,6 +145,14 @@ def test_the_allocator_sees_what_is_predicted_of_other_models(ask: Ask) -> None:
     assert workspaces["bytes"] and not workspaces["odd"], workspaces
 
 
+def test_convolutions_in_channels_last_are_planned_where_they_are_faster(ask: Ask) -> None:
+    (found,) = ask("in_channels_last:unet bfloat16", **SMALL_WORKSPACES)
+    given, faster = found["modes"]
+    assert faster == f"{given}_nhwc" and "nhwc" not in given
+    assert found["in rows"]
+    assert_predicted(found)
+
+
 @pytest.mark.slow
 def test_plans_from_a_datasheet_need_what_they_predict(ask: Ask) -> None:
     """Also while a gradient, or an MLP in tiles, is computed by several operators in one task."""

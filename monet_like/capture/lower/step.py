@@ -55,6 +55,7 @@ def capture(
     optimizer_in_backward: bool = False,
     attention: str = "",
     capability: tuple[int, int] | None = None,
+    channels_last: bool = False,
 ) -> Captured:
     """Trace one training step of ``model(*args, **kwargs)`` into a `Captured` program.
 
@@ -73,6 +74,7 @@ def capture(
             layout.
         optimizer_in_backward: gradients of parameters are freed when they are handed over, by hooks that step. None is
             delayed then.
+        channels_last: convolutions take their inputs in this layout, whatever layout those have; results are row-major.
 
     Raises:
         CaptureError: the step cannot be captured; the message names the operator or the line.
@@ -88,7 +90,9 @@ def capture(
     check_quantised(model, target)
     absent = None if target is None else Absent(target, capability, attention)
     with as_fakes(model, args, kwargs or {}) as given, attention_as("" if absent else attention):
-        graph, mode, flat = _traced(model, given, absent, processes, row_major_gradients=row_major_gradients)
+        graph, mode, flat = _traced(
+            model, given, absent, processes, row_major_gradients=row_major_gradients, channels_last=channels_last
+        )
         if target is not None:
             move_graph(graph, mode, target)
         with convolutions(target or torch.device("cpu")):
@@ -97,15 +101,21 @@ def capture(
 
 
 def _traced(
-    model: nn.Module, given: Example, absent: Absent | None, processes: int | None, *, row_major_gradients: bool
+    model: nn.Module,
+    given: Example,
+    absent: Absent | None,
+    processes: int | None,
+    *,
+    row_major_gradients: bool,
+    channels_last: bool,
 ) -> tuple[fx.Graph, FakeTensorMode, FlatModule]:
     """The joint graph, the mode of its tensors, and the function that was traced."""
     tensors = tuple(tensors_of(given))
-    flat = FlatModule(model, given)
-    graph, mode = trace_joint(flat, tensors, absent, processes, row_major_gradients=row_major_gradients)
-    if changes_one_given_twice(graph, flat, tensors):
-        flat = FlatModule(model, given, given_as_one=True)
+    for given_as_one in (False, True):
+        flat = FlatModule(model, given, given_as_one=given_as_one, channels_last=channels_last)
         graph, mode = trace_joint(flat, tensors, absent, processes, row_major_gradients=row_major_gradients)
+        if not changes_one_given_twice(graph, flat, tensors):
+            break
     return graph, mode, flat
 
 

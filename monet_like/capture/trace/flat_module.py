@@ -34,6 +34,7 @@ from .alone import observed
 from .answers import Answer, Given, number_by_number, recorded_answers
 from .autocast import TracedAutocast
 from .autograd_kernels import AutogradKernels
+from .channels_last import ChannelsLast, in_rows
 from .state_objects import StateObjects, keep_attributes
 
 #: Where a `FlatModule` keeps the tensors that the model has not registered.
@@ -49,6 +50,7 @@ class FlatModule(nn.Module):
     Args:
         given_as_one: a tensor that is given several times is one in any case; else where it may have a gradient, as
             keys of steps have it.
+        channels_last: its convolutions take their inputs in this layout; its results are row-major.
 
     Attributes:
         recorder: of the present trace.
@@ -60,7 +62,12 @@ class FlatModule(nn.Module):
     out_spec: pytree.TreeSpec
 
     def __init__(
-        self, model: nn.Module, given: tuple[tuple[Any, ...], dict[str, Any]], *, given_as_one: bool = False
+        self,
+        model: nn.Module,
+        given: tuple[tuple[Any, ...], dict[str, Any]],
+        *,
+        given_as_one: bool = False,
+        channels_last: bool = False,
     ) -> None:
         super().__init__()
         self.autocast = TracedAutocast()
@@ -80,7 +87,7 @@ class FlatModule(nn.Module):
         self.before: dict[str, torch.Tensor] = {}
         self.changed_without_gradient: set[int | str] = set()  # inputs and names of what is changed under no_grad alone
         self.tracing_mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        self._given_as_one = given_as_one
+        self._given_as_one, self.channels_last = given_as_one, channels_last
         own = super().named_buffers(remove_duplicate=False)
         self._trained = {name for name, buffer in own if buffer.requires_grad}
         self.buffers_made_to_require: dict[str, torch.Tensor] = {}  # by name, see `Captured`
@@ -166,6 +173,7 @@ class FlatModule(nn.Module):
             observed(),
             saved_as_they_are(),
             self.tracing_mode,
+            ChannelsLast() if self.channels_last else contextlib.nullcontext(),
             InPlaceCalls(),
             AutogradKernels(),
             named_layers(self.model),
@@ -180,7 +188,8 @@ class FlatModule(nn.Module):
         results: dict[int, tuple[torch.Tensor, list[int]]] = {}  # one that is returned twice is one result
         for position, leaf in enumerate(flat):
             if isinstance(leaf, torch.Tensor):
-                results.setdefault(id(leaf), (leaf, []))[1].append(position)
+                result = in_rows(leaf) if self.channels_last else leaf
+                results.setdefault(id(leaf), (result, []))[1].append(position)
         self.effects = self.recorder.effects
         if self.effects is not None:
             for tensor in self.effects.tensors:
