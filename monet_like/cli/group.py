@@ -24,7 +24,8 @@ class Command(click.Command):
     """Errors of this package are one line on stderr and exit code 2, without a traceback."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, context_settings=CONTEXT, **options)  # its group's, also where a script calls it
+        options["context_settings"] = CONTEXT  # its group's, also where a script calls it
+        super().__init__(*args, **options)
 
     def invoke(self, ctx: click.Context) -> Any:
         return _guarded(lambda: super(Command, self).invoke(ctx))
