@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from ..capture.absent_gpu.choices import convolutions
 from ..capture.captured import Captured, TensorMeta, make_task, shape_mode
-from ..ir.program import Call, Ref, Task, Value
+from ..ir.program import Call, Ref, Task, Value, refs
 from ..runtime.operators import resolve
 
 
@@ -289,11 +289,17 @@ def in_turn(tasks: Sequence[Task], between: Iterable[int], metas: Sequence[Tenso
     """Make one task that does several tasks one after the other; see `Editor.in_turn`."""
     names = {Ref(value): Ref(f"between_{number}") for number, value in enumerate(sorted(between))}
     calls: list[Call] = []
+    made: dict[Ref, Call] = {}  # of temporaries, while neither they nor what they are made from have become another
     for task in tasks:
         for call in task.calls:
             inner = with_names(call, names)
-            if inner not in calls:  # views that several tasks make of the same tensor are made once
-                calls.append(inner)
+            outs = {out for out in inner.outs if out is not None}
+            if outs and all(made.get(out) == inner for out in outs):
+                continue  # views that several tasks make of the same tensor are made once
+            calls.append(inner)
+            own = {out for out in outs if isinstance(out.name, str)}
+            made = {out: other for out, other in made.items() if own.isdisjoint((out, *refs(other)))}
+            made |= dict.fromkeys(own, inner)
     writes = [value for task in tasks for value in task.writes if Ref(value) not in names]
     return make_task(options.pop("name", tasks[-1].name), calls, writes, metas, **options)
 
