@@ -74,7 +74,7 @@ def test_a_capture_is_that_of_the_plain_model(within: str) -> None:
 
 
 @pytest.mark.parametrize("within", ["blocks", "a part"])
-def test_a_schedule_for_the_whole_takes_their_place(within: str) -> None:
+def test_a_schedule_for_the_whole_takes_their_place(within: str, recwarn: pytest.WarningsRecorder) -> None:
     plain, model = planned(WITHIN[within])
     whole = auto_schedule(model, **OPTIONS)
     results = []
@@ -85,6 +85,7 @@ def test_a_schedule_for_the_whole_takes_their_place(within: str) -> None:
         results.append([result, *(parameter.grad for parameter in own.parameters())])
     assert all(map(torch.equal, *results))  # type: ignore[arg-type]
     assert whole.record is not None
+    assert not [each for each in recwarn if "plan" in str(each.message)]  # nothing was planned within on the way
 
 
 def test_blocks_of_a_model_that_has_a_schedule_are_refused() -> None:

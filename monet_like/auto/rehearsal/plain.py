@@ -9,6 +9,7 @@ import torch
 from ...capture.captured import Captured, fake_mode, let_go_of_tensors
 from ...capture.guards.side_effects import generators_restored
 from ...capture.precision import autocast_as
+from ...capture.trace.alone import observed
 from ...capture.trees import tensors_of
 from ...compiler.request import Request
 from ..agreement import in_counted_forward
@@ -51,7 +52,7 @@ def plain_peak(request: Request, captured: Captured) -> int | None:
 
     state, mode = State([model, request.example], memory=False), fake_mode()
     try:
-        with generators_restored(device), without_saved_tensors_hooks():
+        with observed(), generators_restored(device), without_saved_tensors_hooks():
             without_hooks(model)
             for parameter in model.parameters():
                 parameter.grad = None
