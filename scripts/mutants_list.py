@@ -371,13 +371,13 @@ _OFFLOADING = [
 ]  # fmt: skip
 
 _LAYOUTS, _LAST = "compiler/layouts.py", "capture/trace/channels_last.py"
-_AS_IT_IS = "compiler/test_layouts.py::test_it_is_left_as_it_is[{}]"
+_AS_IT_IS = "compiler/test_faster_layout.py::test_it_is_left_as_it_is[{}]"
 _REFUSED = "capture/test_channels_last.py::test_what_depends_on_the_layout_is_refused[{}]"
 _AGREE = "capture/test_channels_last.py::test_results_gradients_and_buffers_agree_and_lie_as_plain_pytorchs"
 #: Where convolutions compute in channels-last.
 _CHANNELS_LAST = [
     (_LAYOUTS, "if _results(captured) != _results(ready.captured):", "if False:", _AS_IT_IS.format("result")),
-    (_LAYOUTS, "CaptureError, InfeasibleError", "InfeasibleError", _AS_IT_IS.format("view")),
+    (_LAYOUTS, "except (CaptureError, ", "except (", _AS_IT_IS.format("view")),
     (_LAYOUTS, "if any(map(layout_of, (*request.model.parameters(), *tensors_of(request.example)))):", "if False:", _AS_IT_IS.format("images")),
     (_LAYOUTS, "meta.dtype in _HALF and ", "", _AS_IT_IS.format("float32")),
     (_LAST, "torch.Tag.nondeterministic_seeded in tags", "False", _REFUSED.format("dropout")),
