@@ -145,6 +145,7 @@ def test_the_allocator_sees_what_is_predicted_of_other_models(ask: Ask) -> None:
     assert workspaces["bytes"] and not workspaces["odd"], workspaces
 
 
+@needs_kernels
 def test_convolutions_in_channels_last_are_planned_where_they_are_faster(ask: Ask) -> None:
     (found,) = ask("in_channels_last:unet bfloat16", **SMALL_WORKSPACES)
     given, faster = found["modes"]
