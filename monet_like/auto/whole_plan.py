@@ -22,8 +22,7 @@ from ..compiler.prepared import Prepared
 from ..compiler.progress import Progress, announce
 from ..compiler.request import Request, captured_for, in_autograd_order
 from ..compiler.sources import Cached
-from ..errors import InfeasibleError, OutOfMemory, ProfileError, ScheduleFileError, SolverError
-from ..ir.mode import NHWC, parse_mode
+from ..errors import CaptureError, InfeasibleError, OutOfMemory, ProfileError, ScheduleFileError, SolverError
 from ..ir.schedule_file import PLAIN, ScheduleRecord
 from ..ir.simulate import simulate
 from ..ir.step import Point
@@ -117,15 +116,19 @@ def _alone(record: ScheduleRecord, point: Point) -> KeptPlan:
 
 
 def captured_as(record: ScheduleRecord, request: Request, captured: Captured) -> Captured:
-    """The captured step with those gradients delayed that a schedule delays, and with convolutions in its layout."""
-    if is_same_layout := (NHWC in parse_mode(record.mode)) == (NHWC in parse_mode(request.mode)):
+    """The captured step with those gradients delayed that a schedule delays, and with convolutions in its layout.
+
+    As it is if it cannot be captured so: then the schedule is of another program.
+    """
+    if record.mode == request.mode:
         if record.made_last == captured.made_last:
             return captured
         if not record.made_last:
             return in_autograd_order(request, captured)
-    mode = request.mode if is_same_layout else record.mode
-    asked = replace(request, mode=mode, made_last=record.made_last, liger=has_liger(record))
-    return captured_for(asked, request.example)
+    asked = replace(request, mode=record.mode, made_last=record.made_last, liger=has_liger(record))
+    with suppress(CaptureError):
+        return captured_for(asked, request.example)
+    return captured
 
 
 def _local_rank() -> int:
@@ -186,7 +189,7 @@ def _compiled(
             faster = in_faster_layout(request, ready, device, priced_as)
             progress.at("plan", most=QUICK_SECONDS if quick else settings.time_limit_seconds)
             if faster is not None:
-                with suppress(InfeasibleError, SolverError):  # then as it is given
+                with suppress(InfeasibleError, SolverError, ProfileError):  # then as it is given
                     there, found = compiled(*faster)
                     plain, seconds = eager or ready.plain.peak_bytes, ready.plain.seconds
                     record = replace(found.record, plain_peak_bytes=plain, plain_seconds=seconds)

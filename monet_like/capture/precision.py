@@ -45,5 +45,5 @@ def weights_layout(model: nn.Module) -> str:
 
 def in_layout(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """A tensor converted to the layout of that name; unchanged if its number of dimensions does not fit."""
-    fits = bool(name) and _BY_DIMENSIONS.get(tensor.dim()) == name
+    fits = _BY_DIMENSIONS.get(tensor.dim()) == name
     return tensor.contiguous(memory_format=LAYOUTS[name]) if fits else tensor

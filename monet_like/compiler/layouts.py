@@ -12,13 +12,13 @@ from ..capture.precision import layout_of
 from ..capture.trees import tensors_of
 from ..errors import CaptureError, InfeasibleError, ProfileError
 from ..ir.mode import NHWC, parse_mode
+from ..variants.calls import HALF
 from .prepared import Prepared
 from .request import Request, captured_for
 
 #: The layout is changed only for a plain step that takes less than this share of the time: plans of both differ by as
 #: much, and measured times, too.
 WORTH = 0.97
-_HALF = (torch.float16, torch.bfloat16)
 
 
 def in_faster_layout(
@@ -30,8 +30,8 @@ def in_faster_layout(
     """The request with the mode word `NHWC`, and its program, if PyTorch's own operators are faster so; else None.
 
     It is tried on a GPU, for convolutions in 16 bits, which its matrix units compute in this layout, and where only
-    rounding tells both apart: the mode has ``conv``, and no result is laid out in another way. Inductor changes the
-    layout of such nets, too.
+    rounding tells both apart: the mode has ``conv``, the forward draws no random numbers, and no result is laid out in
+    another way. Inductor changes the layout of such nets, too.
 
     Args:
         prepared_as: the program with its costs.
@@ -55,9 +55,12 @@ def _may_gain(request: Request, captured: Captured, device: torch.device) -> boo
         return False
     if any(map(layout_of, (*request.model.parameters(), *tensors_of(request.example)))):
         return False  # the user has chosen
-    calls = (call for task in captured.plain.tasks for call in task.calls if call.op == "aten.convolution.default")
-    metas = (captured.metas[ref.name] for call in calls for ref in call.outs if ref and isinstance(ref.name, int))
-    return any(meta.dtype in _HALF and len(meta.shape) in (4, 5) for meta in metas)
+    calls = [call for task in captured.plain.tasks for call in task.calls]
+    if any(call.op == "monet_like.get_rng_state" for call in calls):
+        return False  # masks are drawn in the order of memory
+    convolved = (ref for call in calls if call.op == "aten.convolution.default" for ref in call.outs)
+    metas = (captured.metas[ref.name] for ref in convolved if ref and isinstance(ref.name, int))
+    return any(meta.dtype in HALF and len(meta.shape) in (4, 5) for meta in metas)
 
 
 def _results(captured: Captured) -> list[tuple[TensorMeta, TensorMeta | None]]:

@@ -108,10 +108,12 @@ class WithAfter(nn.Module):
     [
         (nn.Dropout(0.5), "native_dropout.*depends on the order of a tensor's elements in memory"),
         (lambda t: t + torch.rand_like(t), "rand_like.*depends on the order"),
+        (lambda t: functional.dropout(t.flatten(2).transpose(1, 2), 0.5), "native_dropout.*depends on the order"),
+        (lambda t: functional.dropout(t.permute(0, 2, 3, 1), 0.5), "native_dropout.*depends on the order"),
         (lambda t: torch.as_strided(t, (2, 4), (4, 1)), "as_strided.*depends on the order"),
         (lambda t: t.view(2, -1), "view size is not compatible"),
     ],
-    ids=["dropout", "rand_like", "as_strided", "view"],
+    ids=["dropout", "rand_like", "tokens", "permuted", "as_strided", "view"],
 )
 def test_what_depends_on_the_layout_is_refused(after: Any, said: str) -> None:
     net, images = WithAfter(after), torch.randn(2, 3, 6, 6)

@@ -60,6 +60,14 @@ class Permuted(nn.Module):
         return images.permute(0, 2, 3, 1)
 
 
+class Noise(nn.Module):
+    """Matrices and random numbers beside them."""
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        """[N, C] to the same."""
+        return given + torch.rand_like(given)
+
+
 class Viewed(nn.Module):
     """A view that exists in row-major layout alone."""
 
@@ -77,10 +85,11 @@ class Viewed(nn.Module):
         (lambda: classifier().to(memory_format=torch.channels_last), IMAGES, MODE),
         (lambda: net(Permuted()), IMAGES, MODE),  # a loop may view the result as it lies
         (lambda: net(nn.Dropout(0.5)), IMAGES, MODE),  # that draws other masks
+        (lambda: net(nn.Flatten(), Noise()), IMAGES, MODE),  # as it may with other nets
         (lambda: net(Viewed()), IMAGES, MODE),
         (lambda: nn.Sequential(nn.Linear(8, 4)).bfloat16(), IMAGES, MODE),
     ],
-    ids=["exact", "float32", "images", "filters", "result", "dropout", "view", "none"],
+    ids=["exact", "float32", "images", "filters", "result", "dropout", "matrix", "view", "none"],
 )
 def test_it_is_left_as_it_is(model: Callable[[], nn.Module], images: torch.Tensor, mode: str) -> None:
     assert chosen(model(), images, mode=mode, seconds=0.0) is None

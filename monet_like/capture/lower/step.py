@@ -39,6 +39,7 @@ from ..trace.joint import trace_joint
 from ..trace.meta_tensors import as_fakes
 from ..trees import flattened, tensors_of
 from .inputs import changes_one_given_twice
+from .layouts import check_layouts
 from .lowering import Lowering
 
 
@@ -116,6 +117,8 @@ def _traced(
         graph, mode = trace_joint(flat, tensors, absent, processes, row_major_gradients=row_major_gradients)
         if not changes_one_given_twice(graph, flat, tensors):
             break
+    if channels_last:
+        check_layouts(graph)
     return graph, mode, flat
 
 

@@ -42,7 +42,6 @@ from ..guards.side_effects import OthersMayDraw
 from ..held_tensors import BufferRequires, ConstantsFound, InputRequires
 from ..replaced import replaced
 from .alone import TrueInThisThread, in_this_thread, quiet
-from .channels_last import check_layouts
 from .flat_module import FlatModule
 from .graph_edits import drop_copies_of_parts, drop_idle_writes, drop_tokens, restore_literals, restore_views
 from .known_values import KnownValues
@@ -223,8 +222,6 @@ def _export(
         drop_copies_of_parts(joint.graph_module)
         drop_idle_writes(joint.graph_module)
         drop_tokens(joint.graph_module)
-        if flat.channels_last:
-            check_layouts(joint.graph_module.graph)
         graph: fx.Graph = joint.graph_module.graph
         return graph
 
