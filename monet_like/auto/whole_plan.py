@@ -23,6 +23,7 @@ from ..compiler.progress import Progress, announce
 from ..compiler.request import Request, captured_for, in_autograd_order
 from ..compiler.sources import Cached
 from ..errors import CaptureError, InfeasibleError, OutOfMemory, ProfileError, ScheduleFileError, SolverError
+from ..ir.mode import NHWC, parse_mode
 from ..ir.schedule_file import PLAIN, ScheduleRecord
 from ..ir.simulate import simulate
 from ..ir.step import Point
@@ -120,12 +121,13 @@ def captured_as(record: ScheduleRecord, request: Request, captured: Captured) ->
 
     As it is if it cannot be captured so: then the schedule is of another program.
     """
-    if record.mode == request.mode:
+    if is_same_layout := (NHWC in parse_mode(record.mode)) == (NHWC in parse_mode(request.mode)):
         if record.made_last == captured.made_last:
             return captured
         if not record.made_last:
             return in_autograd_order(request, captured)
-    asked = replace(request, mode=record.mode, made_last=record.made_last, liger=has_liger(record))
+    mode = request.mode if is_same_layout else record.mode
+    asked = replace(request, mode=mode, made_last=record.made_last, liger=has_liger(record))
     with suppress(CaptureError):
         return captured_for(asked, request.example)
     return captured
