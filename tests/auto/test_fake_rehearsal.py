@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from block_models import EXACT, Decoder, loss_of, tokens
+from rehearsals import REHEARSALS, Rehearsal
 from torch import nn
 
 import monet_like
@@ -16,153 +17,16 @@ from monet_like.auto.block import blocks_of
 from monet_like.auto.blocks import plan_no_more
 from monet_like.auto.rehearsal import fake as rehearsal_on_fakes
 from monet_like.auto.rehearsal.fake import _Counting, fake_stretches, none_left
-from monet_like.auto.rehearsal.memory import Blocks, Rehearsed, StepMemory, WholeStep, step_of
+from monet_like.auto.rehearsal.memory import Blocks, StepMemory, WholeStep
 from monet_like.capture.captured import fake_mode
 from monet_like.errors import CaptureError
 
 
-class Skips(nn.Module):
-    """Gradients are summed over skip connections, normalisations have workspaces, and random numbers are drawn."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU()) for _ in range(3))
-        self.drop, self.end = nn.Dropout(0.3), nn.Conv2d(16, 4, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = F.relu(self.norm(self.stem(x)), inplace=True)
-        wide = self.layers[0](x)
-        narrow = self.layers[1](F.max_pool2d(wide, 2))
-        narrow = self.layers[2](narrow) + narrow * F.softmax(narrow, 1)
-        up = self.drop(F.interpolate(narrow, scale_factor=2, mode="bilinear"))
-        return self.end(F.gelu(torch.cat([up, wide + x], 1))).std(dim=1)
-
-
-class Tied(Decoder):
-    """One weight at both ends, a mean of all blocks' results, and a batch norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head.weight = self.embedding.weight
-        self.places, self.batch_norm = nn.Parameter(torch.zeros(1, 32, 32)), nn.BatchNorm1d(32)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens) + self.places
-        x = x * torch.sigmoid(x) + x.mean(1, keepdim=True)
-        results = []
-        for layer in self.layers:
-            x = layer(x)
-            results.append(x)
-        x = self.normalised(sum(results) / len(results))
-        return self.head(self.norm(torch.where(x > 0, x, x.exp()))).logsumexp(-1)
-
-    def normalised(self, x: torch.Tensor) -> torch.Tensor:
-        return self.batch_norm(x.transpose(1, 2).contiguous()).transpose(1, 2)
-
-
-class Cast(Tied):
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return super().forward(tokens)
-
-
-class Transposed(Tied):
-    """The gradient of batch norm lies otherwise than PyTorch's fake tensors say."""
-
-    def normalised(self, x: torch.Tensor) -> torch.Tensor:
-        return self.batch_norm(x.transpose(1, 2)).transpose(1, 2)
-
-
-class Indexed(Decoder):
-    """The gradient of an index fills zeros in place."""
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)[:, torch.arange(32)] + x.topk(32, -1).values * 2
-        return self.head(x)
-
-
-class Checkpoints(Decoder):
-    """A checkpoint keeps the state of the random generator."""
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        wide = torch.utils.checkpoint.checkpoint(lambda x: x.sin().exp(), self.embedding(tokens), use_reentrant=False)
-        return self.head(self.layers[0](wide))
-
-
-class Asks(Decoder):
-    """The rest of the model asks for a value."""
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return super().forward(tokens + 0 if (tokens == 1).any() else tokens)
-
-
-class Shares(Decoder):
-    """NumPy changes a buffer in place, which no operator shows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(3))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        self.seen.numpy()[0] += 1
-        return super().forward(tokens)
-
-
-def entropy(result: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(result.flatten(0, 1), tokens().flatten(), label_smoothing=0.1)
-
-
-def add_gradients(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-
-
-def rehearsed(
-    make: Callable[[], nn.Module], x: torch.Tensor, loss: Any, before: Callable[[nn.Module], None], *, fake: bool
-) -> tuple[list[Rehearsed], bool]:
-    """Three rehearsals, and whether they were on fake tensors."""
-    torch.manual_seed(0)
-    model = make()
-    monet_like.auto_schedule(model, blocks="layers.*", mode="inplace_multiway_newnode")
-    plan_no_more(model)
-    before(model)
-    blocks = tuple(blocks_of(model))
-    memory = StepMemory(Blocks(model, blocks), step_of(model, ((x,), {}), loss), "none", "alone")
-    if not fake:
-        memory._leave_fakes()
-    memory.rehearsed(None)  # captures, which may take memory of their own
-    found = [memory.rehearsed(kept) for kept in (None, [()] * len(blocks))]
-    memory.close()
-    return found, memory._fakes is not None
-
-
-IMAGES = torch.linspace(-1, 1, 2 * 3 * 16 * 16).view(2, 3, 16, 16)
-
-
 @pytest.mark.slow(but=["skips", "asks"])
-@pytest.mark.parametrize(
-    ("make", "x", "loss", "before", "on_fakes"),
-    [
-        pytest.param(Skips, IMAGES, None, lambda _: None, True, id="skips"),
-        pytest.param(Decoder, tokens(), entropy, lambda _: None, True, id="entropy"),
-        pytest.param(Tied, tokens(), loss_of, lambda _: None, True, id="tied"),
-        pytest.param(Tied, tokens(), loss_of, add_gradients, True, id="gradients that are added to"),
-        pytest.param(Transposed, tokens(), loss_of, lambda _: None, True, id="transposed"),
-        pytest.param(Cast, tokens(), loss_of, lambda _: None, True, id="autocast"),
-        pytest.param(Indexed, tokens(), loss_of, lambda _: None, True, id="indexed"),
-        pytest.param(Checkpoints, tokens(), loss_of, lambda _: None, True, id="checkpoints"),
-        pytest.param(Asks, tokens(), loss_of, lambda _: None, False, id="asks"),
-        pytest.param(Shares, tokens(), loss_of, lambda _: None, False, id="shares memory"),
-    ],
-)
-def test_fakes_count_what_real_tensors_take(
-    make: Callable[[], nn.Module], x: torch.Tensor, loss: Any, before: Callable[[nn.Module], None], on_fakes: bool
-) -> None:
-    (fake, on), (real, _) = (rehearsed(make, x, loss, before, fake=fake) for fake in (True, False))
-    assert on == on_fakes
+@pytest.mark.parametrize("step", REHEARSALS.values(), ids=REHEARSALS)
+def test_fakes_count_what_real_tensors_take(step: Rehearsal) -> None:
+    (fake, on), (real, _) = (step.rehearsed(fake=fake) for fake in (True, False))
+    assert on == step.on_fakes
     assert [each.step.moments for each in fake] == [each.step.moments for each in real]
     assert [each.held for each in fake] == [each.held for each in real]
 
@@ -201,7 +65,7 @@ def test_steps_that_are_given_are_on_fakes(forgetful: bool) -> None:
 def test_sums_of_gradients_are_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """As autograd's are; the comparison sees it if they are not."""
     monkeypatch.setattr(_Counting, "_adds_in_place", lambda *_: False)
-    (fake, _), (real, _) = (rehearsed(Skips, IMAGES, None, lambda _: None, fake=fake) for fake in (True, False))
+    (fake, _), (real, _) = (REHEARSALS["skips"].rehearsed(fake=fake) for fake in (True, False))
     assert [each.step.moments for each in fake] != [each.step.moments for each in real]
 
 
@@ -240,7 +104,7 @@ class Follows(Decoder):
 def test_captures_within_a_rehearsal_see_what_others_do() -> None:
     """Such as assignments, which no operator shows."""
     with pytest.raises(CaptureError, match=r"assigns a tensor's \.data"):
-        rehearsed(Follows, tokens(), loss_of, lambda _: None, fake=True)
+        Rehearsal(Follows).rehearsed(fake=True)
 
 
 class AsksLast(Decoder):

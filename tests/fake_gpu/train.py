@@ -25,6 +25,7 @@ import streamed
 import torch
 import torchvision
 from block_models import plan_briefly
+from rehearsals import REHEARSALS
 from torch import nn
 
 import monet_like
@@ -241,6 +242,14 @@ def whole(name: str) -> dict[str, Any]:
     }
 
 
+def rehearsals(name: str) -> dict[str, Any]:
+    """The moments of a step, counted on fake tensors and on real ones."""
+    found = [REHEARSALS[name].rehearsed(fake=fake, device=CUDA) for fake in (True, False)]
+    said = [[(m.what, m.base_bytes) for each in steps for m in each.step.moments] for steps, _ in found]
+    held = [[sorted((b, *sorted(v)) for b, v in each.held.items()) for each in steps] for steps, _ in found]
+    return {"moments": said, "held": held, "on fakes": found[0][1]}
+
+
 def two_devices(name: str) -> dict[str, Any]:
     """Planned on the second GPU, then moved to the first, and back."""
     second = torch.device("cuda", 1)
@@ -375,10 +384,14 @@ def warnings_said() -> list[str]:
     return said
 
 
-def all_memory(but: int) -> torch.Tensor:
-    """Takes what is free on the device."""
+def all_memory(but: int) -> list[torch.Tensor]:
+    """Takes what is free on the device, and of what the allocator has all blocks of 4 MiB."""
     torch.cuda.empty_cache()
-    return torch.empty(torch.cuda.mem_get_info(CUDA)[0] - but, dtype=torch.uint8, device=CUDA)
+    taken = [torch.empty(torch.cuda.mem_get_info(CUDA)[0] - but, dtype=torch.uint8, device=CUDA)]
+    with silent(), suppress(torch.OutOfMemoryError):
+        while True:
+            taken.append(torch.empty(2**22, dtype=torch.uint8, device=CUDA))
+    return taken
 
 
 def out_of_memory_in_blocks(name: str) -> dict[str, Any]:
@@ -561,10 +574,10 @@ def saved(path: str) -> dict[str, Any]:
 WHAT = {
     what.__name__: what
     for what in (
-        train, in_channels_last, whole, two_devices, offload, reserve, placed, distributed, workspaces, placed_loss,
-        timed, by_rates, attention, saved, copies, live, out_of_memory, out_of_memory_in_blocks, card, moved, cublas,
-        streamed.races, streamed.weights, streamed.larger, streamed.no_room, streamed.replicated, streamed.offloaded,
-        streamed.offloading_blocks,
+        train, in_channels_last, whole, rehearsals, two_devices, offload, reserve, placed, distributed, workspaces,
+        placed_loss, timed, by_rates, attention, saved, copies, live, out_of_memory, out_of_memory_in_blocks, card,
+        moved, cublas, streamed.races, streamed.weights, streamed.larger, streamed.no_room, streamed.replicated,
+        streamed.offloaded, streamed.offloading_blocks,
     )
 }  # fmt: skip
 

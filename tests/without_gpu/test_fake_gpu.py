@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from fake_gpu import build
 from fake_gpu.build import HERE
+from rehearsals import REHEARSALS
 
 from monet_like.build import library_path
 from monet_like.ir.units import GIB, format_bytes
@@ -294,6 +295,22 @@ def test_the_gpu_check_runs_to_its_end(ask: Ask, fake_gpu_library: Path, tmp_pat
     assert "| small | 1024.00 GiB |" in report
     assert len(list((tmp_path / "out" / "profiles").iterdir())) == 1
     assert (tmp_path / "out.tar.gz").exists()
+
+
+#: NumPy cannot read a GPU's memory. PyTorch's trace of it, which its sanitizer of streams turns on, fails in a
+#: checkpoint.
+ON_A_GPU = [name for name in REHEARSALS if name not in ("shares memory", "checkpoints")]
+
+
+@pytest.mark.slow
+def test_fake_tensors_count_what_real_ones_take(ask: Ask) -> None:
+    """In the moments of a step whose blocks are planned."""
+    for found in ask(*(f"rehearsals:{name}" for name in ON_A_GPU), **SMALL_WORKSPACES):
+        name = found["asked for"].removeprefix("rehearsals:")
+        assert found["on fakes"] == REHEARSALS[name].on_fakes
+        for figures in (found["moments"], found["held"]):
+            fake, real = figures
+            assert fake == real and fake, name
 
 
 @pytest.mark.slow

@@ -111,9 +111,9 @@ class Rehearsed:
 class StepMemory:
     """Counts the memory of one training step by rehearsals of it.
 
-    A rehearsal runs the step with stand-ins for the model's blocks (`monet_like.auto.rehearsal.stand_ins`): on a CPU in
-    one process on fake tensors, and on real ones where code asks for values. Gradients that exist when
-    it begins are added to, as in a later micro-step. Afterwards everything that can be reached from the model and the
+    A rehearsal runs the step with stand-ins for the model's blocks (`monet_like.auto.rehearsal.stand_ins`): in one
+    process on fake tensors, and on real ones where these do not tell. Gradients that exist when it begins are added to,
+    as in a later micro-step. Afterwards everything that can be reached from the model and the
     step is what it was (`monet_like.auto.kept_state`).
 
     Args:
@@ -297,11 +297,10 @@ def _with_bases(step: Step, bases: Iterable[int]) -> Step:
 def needs_real(model: nn.Module) -> bool:
     """Whether steps of a model have to be rehearsed on real tensors.
 
-    Fake ones do not tell what processes exchange, and what `torch.compile` makes of a part. How a GPU's memory is
-    counted on them has not been compared with a GPU.
+    Fake ones do not tell what processes exchange, and what `torch.compile` makes of a part.
     """
     compiled = any(m._compiled_call_impl is not None or isinstance(m, OptimizedModule) for m in model.modules())
-    return processes() > 1 or compiled or device_of(model).type != "cpu"
+    return processes() > 1 or compiled
 
 
 def _raise(error: Exception | None) -> None:

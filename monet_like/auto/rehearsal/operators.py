@@ -18,7 +18,7 @@ from ...ops.recurrent import ONEDNN_LAYER, onednn_layer
 from ...profile.measure import allocated_peak
 from ...runtime.questions import Look, made_like
 
-#: Bytes of arguments from which on an operator is measured only where it could reach the peak of a stretch.
+#: Bytes of arguments from which on an operator on a CPU is measured only where it could reach the peak of a stretch.
 SMALL_BYTES = 2**24
 
 
@@ -63,9 +63,10 @@ class Operator:
     def is_small(self) -> bool:
         """Whether it is measured at once, so that its results lie as real ones do.
 
-        Of oneDNN's layers, however large, a fake tensor does not know the workspace, which the backward reads.
+        On a GPU all are, which takes milliseconds. Of oneDNN's layers, however large, a fake tensor does not know the
+        workspace, which the backward reads.
         """
-        return self.touched_bytes < SMALL_BYTES or self.func is ONEDNN_LAYER
+        return self.device.type != "cpu" or self.touched_bytes < SMALL_BYTES or self.func is ONEDNN_LAYER
 
     def measured(self) -> Measured:
         """What it takes and makes on real tensors; it runs only the first time."""

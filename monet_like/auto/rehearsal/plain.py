@@ -12,6 +12,8 @@ from ...capture.precision import autocast_as
 from ...capture.trace.alone import observed
 from ...capture.trees import tensors_of
 from ...compiler.request import Request
+from ...profile.cublas import measured_bytes, multiplies
+from ...profile.measure import have_workspaces
 from ..agreement import in_counted_forward
 from ..kept_state import State
 from .fake import NotOnFakes, fake_stretches, none_left
@@ -50,6 +52,7 @@ def plain_peak(request: Request, captured: Captured) -> int | None:
             own.backward(loss)
         return result, loss
 
+    have_workspaces(device)  # before operators are measured
     state, mode = State([model, request.example], memory=False), fake_mode()
     try:
         with observed(), generators_restored(device), without_saved_tensors_hooks():
@@ -63,4 +66,6 @@ def plain_peak(request: Request, captured: Captured) -> int | None:
         state.put_back()
         let_go_of_tensors(mode)
     resident = captured.program.resident_bytes + request.optimizer_bytes - 2 * sum(made)
+    if multiplies(captured.plain.every_task()):
+        resident += measured_bytes(device)
     return resident + max(stretch.peak_bytes for stretch in stretches)
