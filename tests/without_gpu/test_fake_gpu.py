@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_gpu import build
-from fake_gpu.build import HERE
+from fake_gpu.server import Ask, Server
 from rehearsals import REHEARSALS
 
 from monet_like.build import library_path
@@ -21,7 +17,6 @@ from monet_like.profile.cublas import are_kept, default_bytes, workspace_bytes
 from monet_like.torch_versions import release
 
 ROOT = Path(__file__).resolve().parents[2]
-Ask = Callable[..., list[dict[str, Any]]]
 
 if build.missing():
     pytest.skip(build.missing(), allow_module_level=True)
@@ -32,48 +27,6 @@ needs_kernels = pytest.mark.skipif(
     not library_path("kernels_cuda").exists(),
     reason="the CUDA kernels are not compiled: python -m monet_like.build --cuda",
 )
-
-
-class Server:
-    """``fake_gpu/train.py``, which loads PyTorch once and answers each question in a forked process."""
-
-    def __init__(self, library: Path, errors: Path) -> None:
-        self._errors = errors
-        with errors.open("w") as file:
-            self._process = subprocess.Popen(
-                [sys.executable, str(HERE / "train.py")], env=build.environment(library), stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE, stderr=file, text=True,
-            )  # fmt: skip
-
-    def ask(self, *what: str, **environment: str) -> tuple[list[dict[str, Any]], str]:
-        """The answers, one after the other from one process, and what it wrote to stderr."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        before = self._errors.stat().st_size
-        environment |= {"MONET_LIKE_CACHE": os.environ["MONET_LIKE_CACHE"]}
-        print(json.dumps({"asked": what, "environment": environment}), file=self._process.stdin, flush=True)
-        found: list[dict[str, Any]] = []
-        while "ended" not in (line := json.loads(self._process.stdout.readline() or '{"ended": "the server has"}')):
-            found.append(line)
-        errors = self._errors.read_bytes()[before:].decode()
-        assert line["ended"] == 0, errors[-4000:]
-        return found, errors
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-
-@pytest.fixture(scope="session")
-def server(fake_gpu_library: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    found = Server(fake_gpu_library, tmp_path_factory.mktemp("fake_gpu_server") / "errors")
-    yield found
-    found.end()
-
-
-@pytest.fixture
-def ask(server: Server) -> Ask:
-    """Answers of ``fake_gpu/train.py``."""
-    return lambda *what, **environment: server.ask(*what, **environment)[0]
 
 
 #: Where nets are so small that cuBLAS's workspaces would by default be more than all else; for cuBLASLt in KiB.
