@@ -1,6 +1,10 @@
 // Convolutions by an algorithm that the caller names, through cuDNN's API of explicit algorithms; its workspace comes
 // from PyTorch's allocator. An algorithm that cuDNN does not support for these shapes raises an error.
 //
+// Descriptors and the workspace's size are kept between calls. cuDNN's own function still makes a plan in every call.
+// Its graph API would keep that, too, but there an engine is a number, and no header or manual says which number stands
+// for which of the algorithms that are named here.
+//
 // It is a separate library, because it needs cuDNN's headers; everything else works without it.
 
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"  // cuDNN prefers its graphs, which have no fixed algorithms
@@ -13,10 +17,16 @@
 #include <cudnn.h>
 #include <torch/library.h>
 
+#include <array>
+#include <compare>
 #include <limits>
+#include <map>
+#include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
-#include <utility>
+#include <variant>
+#include <vector>
 
 namespace monet_like {
 namespace {
@@ -130,64 +140,132 @@ void describe(const TensorDescriptor& descriptor, at::IntArrayRef size, cudnnDat
       static_cast<int>(size[3])));
 }
 
+using Pair = std::array<int64_t, 2>;
+
 struct Settings {
-  at::IntArrayRef stride, padding, dilation;
+  Pair stride, padding, dilation;
   int64_t groups;
   bool channels_last;
+
+  auto operator<=>(const Settings&) const = default;
 };
 
-// Descriptors of a convolution of x [N, C, H, W] with weight [K, C / groups, R, S] into y.
-struct Convolution {
+Settings settings_of(
+    at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation, int64_t groups, bool channels_last,
+    const Where& where) {
+  const auto pair = [&](at::IntArrayRef list) {  // one number is of both extents, as for PyTorch
+    TORCH_CHECK_VALUE(
+        list.size() == 1 || list.size() == 2, "monet_like::", where.op,
+        ": stride, padding and dilation must be one number or two, got ", list);
+    return Pair{list.front(), list.back()};
+  };
+  return {pair(stride), pair(padding), pair(dilation), groups, channels_last};
+}
+
+// A convolution of x [N, C, H, W] with weight [K, C / groups, R, S] into y, or a gradient of it: everything that cuDNN
+// is told and that its answers depend on.
+struct Problem {
+  cudnnHandle_t handle;  // belongs to one device
+  std::variant<cudnnConvolutionFwdAlgo_t, cudnnConvolutionBwdDataAlgo_t, cudnnConvolutionBwdFilterAlgo_t> algorithm;
+  at::ScalarType type;
+  cudnnMathType_t math;
+  std::vector<int64_t> x, weight, y;
+  Settings given;
+
+  auto operator<=>(const Problem&) const = default;
+};
+
+// The descriptors of a problem, and the size of its workspace.
+struct Plan {
   TensorDescriptor x, y;
   FilterDescriptor weight;
   ConvolutionDescriptor settings;
-  at::ScalarType type;
+  size_t workspace_bytes = 0;
 
-  Convolution(
-      at::IntArrayRef x_size, at::IntArrayRef weight_size, at::IntArrayRef y_size, const Settings& given,
-      at::ScalarType scalar_type, const Where& where)
-      : x(where), y(where), weight(where), settings(where), type(scalar_type) {
-    const cudnnDataType_t data = data_type(type, where);
+  Plan(const Problem& problem, const Where& where) : x(where), y(where), weight(where), settings(where) {
+    const auto& [stride, padding, dilation, groups, channels_last] = problem.given;
+    const at::IntArrayRef x_size = problem.x, weight_size = problem.weight, y_size = problem.y;
+    const cudnnDataType_t data = data_type(problem.type, where);
     TORCH_CHECK_VALUE(
-        x_size.size() == 4 && weight_size.size() == 4 && y_size.size() == 4 && x_size[0] == y_size[0] &&
-            given.groups > 0 && x_size[1] == weight_size[1] * given.groups && y_size[1] == weight_size[0],
-        "monet_like::", where.op, ": ", x_size, ", ", weight_size, " and ", y_size, " in ", given.groups,
+        x_size.size() == 4 && weight_size.size() == 4 && y_size.size() == 4 && x_size[0] == y_size[0] && groups > 0 &&
+            x_size[1] == weight_size[1] * groups && y_size[1] == weight_size[0],
+        "monet_like::", where.op, ": ", x_size, ", ", weight_size, " and ", y_size, " in ", groups,
         " groups are no convolution of [N, C, H, W]");
     for (const int64_t axis : {2, 3}) {
-      const int64_t d = axis - 2, span = given.dilation[d] * (weight_size[axis] - 1) + 1;
+      const int64_t d = axis - 2, span = dilation[d] * (weight_size[axis] - 1) + 1;
       TORCH_CHECK_VALUE(
-          given.stride[d] > 0 && given.dilation[d] > 0 && given.padding[d] >= 0 &&
-              y_size[axis] == (x_size[axis] + 2 * given.padding[d] - span) / given.stride[d] + 1,
-          "monet_like::", where.op, ": a stride of ", given.stride, ", a padding of ", given.padding,
-          " and a dilation of ", given.dilation, " do not make ", y_size, " of ", x_size, " and ", weight_size);
+          stride[d] > 0 && dilation[d] > 0 && padding[d] >= 0 &&
+              y_size[axis] == (x_size[axis] + 2 * padding[d] - span) / stride[d] + 1,
+          "monet_like::", where.op, ": a stride of ", at::IntArrayRef(stride), ", a padding of ",
+          at::IntArrayRef(padding), " and a dilation of ", at::IntArrayRef(dilation), " do not make ", y_size, " of ",
+          x_size, " and ", weight_size);
     }
-    describe(x, x_size, data, given.channels_last, where);
-    describe(y, y_size, data, given.channels_last, where);
+    describe(x, x_size, data, channels_last, where);
+    describe(y, y_size, data, channels_last, where);
     where.check(cudnnSetFilter4dDescriptor(
-        weight.it, data, given.channels_last ? CUDNN_TENSOR_NHWC : CUDNN_TENSOR_NCHW, static_cast<int>(weight_size[0]),
+        weight.it, data, channels_last ? CUDNN_TENSOR_NHWC : CUDNN_TENSOR_NCHW, static_cast<int>(weight_size[0]),
         static_cast<int>(weight_size[1]), static_cast<int>(weight_size[2]), static_cast<int>(weight_size[3])));
-    const auto entry = [](at::IntArrayRef pair, size_t d) { return static_cast<int>(pair[d]); };
+    const auto entry = [](const Pair& pair, size_t d) { return static_cast<int>(pair[d]); };
     where.check(cudnnSetConvolution2dDescriptor(
-        settings.it, entry(given.padding, 0), entry(given.padding, 1), entry(given.stride, 0), entry(given.stride, 1),
-        entry(given.dilation, 0), entry(given.dilation, 1), CUDNN_CROSS_CORRELATION,
-        type == at::kDouble ? CUDNN_DATA_DOUBLE : CUDNN_DATA_FLOAT));
-    where.check(cudnnSetConvolutionGroupCount(settings.it, static_cast<int>(given.groups)));
-    // Like PyTorch's own convolutions, float32 uses tensor cores only if PyTorch allows TF32.
-    const bool exact = type == at::kFloat && !at::globalContext().allowTF32CuDNN(at::Float32Op::CONV);
-    const auto math = exact ? CUDNN_FMA_MATH : type == at::kHalf ? CUDNN_TENSOR_OP_MATH : CUDNN_DEFAULT_MATH;
-    where.check(cudnnSetConvolutionMathType(settings.it, math));
+        settings.it, entry(padding, 0), entry(padding, 1), entry(stride, 0), entry(stride, 1), entry(dilation, 0),
+        entry(dilation, 1), CUDNN_CROSS_CORRELATION,
+        problem.type == at::kDouble ? CUDNN_DATA_DOUBLE : CUDNN_DATA_FLOAT));
+    where.check(cudnnSetConvolutionGroupCount(settings.it, static_cast<int>(groups)));
+    where.check(cudnnSetConvolutionMathType(settings.it, problem.math));
   }
 };
+
+// Like PyTorch's own convolutions, float32 uses tensor cores only if PyTorch allows TF32.
+cudnnMathType_t math_of(at::ScalarType type) {
+  const bool exact = type == at::kFloat && !at::globalContext().allowTF32CuDNN(at::Float32Op::CONV);
+  return exact ? CUDNN_FMA_MATH : type == at::kHalf ? CUDNN_TENSOR_OP_MATH : CUDNN_DEFAULT_MATH;
+}
+
+// Plans of earlier calls of all threads. Never destroyed: at the end of a process cuDNN may be unloaded before them.
+struct Plans {
+  static constexpr size_t kMost = 4096;  // many times the convolutions of one step
+
+  std::mutex mutex;
+  std::map<Problem, std::shared_ptr<const Plan>> of;
+
+  static Plans& all() {
+    static Plans& plans = *new Plans;
+    return plans;
+  }
+};
+
+// The plan of an earlier call with an equal problem, or a new one, for which `size_of` asks the workspace's size. A
+// refused problem is not kept: it is refused again.
+//
+// One map for all threads, not one for each: PyTorch lends a cuDNN handle to one thread at a time, and to another one
+// when that thread ends. The handle is part of the problem. So two threads never use one plan at the same time, and a
+// new thread, as DataParallel starts in every step, finds the plans of the thread that had its handle before.
+template <typename SizeOf>
+std::shared_ptr<const Plan> plan_of(const Problem& problem, const Where& where, const SizeOf& size_of) {
+  Plans& plans = Plans::all();
+  {
+    const std::lock_guard<std::mutex> lock(plans.mutex);
+    if (const auto found = plans.of.find(problem); found != plans.of.end()) {
+      return found->second;
+    }
+  }
+  const auto made = std::make_shared<Plan>(problem, where);
+  where.check(size_of(*made, &made->workspace_bytes));
+  const std::lock_guard<std::mutex> lock(plans.mutex);
+  if (plans.of.size() == Plans::kMost) {
+    plans.of.clear();  // a call that uses one of them has a share in it
+  }
+  plans.of.emplace(problem, made);
+  return made;
+}
 
 at::MemoryFormat format_of(const Settings& given) {
   return given.channels_last ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::Contiguous;
 }
 
-// Asks for the workspace's size, allocates that, and runs `call` with it and the two scales, 1 and 0.
-template <typename SizeOf, typename Run>
-void with_workspace(const Where& where, const at::Tensor& like, const SizeOf& size_of, const Run& run) {
-  size_t bytes = 0;
-  where.check(size_of(&bytes));
+// Allocates the workspace, and calls `run` with the two scales, 1 and 0, and with it.
+template <typename Run>
+void with_workspace(const Where& where, const at::Tensor& like, size_t bytes, const Run& run) {
   const at::Tensor workspace = at::empty(
       {static_cast<int64_t>(bytes)}, like.options().dtype(at::kByte).memory_format(at::MemoryFormat::Contiguous));
   void* space = bytes > 0 ? workspace.mutable_data_ptr() : nullptr;
@@ -195,8 +273,7 @@ void with_workspace(const Where& where, const at::Tensor& like, const SizeOf& si
   const double wide_one = 1, wide_zero = 0;
   const bool wide = like.scalar_type() == at::kDouble;
   where.check(run(
-      wide ? static_cast<const void*>(&wide_one) : &one, wide ? static_cast<const void*>(&wide_zero) : &zero, space,
-      bytes));
+      wide ? static_cast<const void*>(&wide_one) : &one, wide ? static_cast<const void*>(&wide_zero) : &zero, space));
 }
 
 void check_alike(const at::Tensor& one, const at::Tensor& other, const Where& where) {
@@ -211,8 +288,10 @@ void check_alike(const at::Tensor& one, const at::Tensor& other, const Where& wh
       one.sizes(), " and ", other.sizes());
 }
 
+// 0, an extent that is refused later, for a stride that is not positive.
 int64_t extent(int64_t in, int64_t window, size_t d, const Settings& given) {
-  return (in + 2 * given.padding[d] - given.dilation[d] * (window - 1) - 1) / given.stride[d] + 1;
+  const int64_t stride = given.stride[d];
+  return stride > 0 ? (in + 2 * given.padding[d] - given.dilation[d] * (window - 1) - 1) / stride + 1 : 0;
 }
 
 at::Tensor cudnn_convolution(
@@ -221,26 +300,26 @@ at::Tensor cudnn_convolution(
     c10::string_view algorithm_name) {
   const Where where{"cudnn_convolution", std::string(algorithm_name)};
   const auto algorithm = find(kForward, where);
-  const Settings given{stride, padding, dilation, groups, channels_last};
+  const Settings given = settings_of(stride, padding, dilation, groups, channels_last, where);
   check_alike(x_given, weight_given, where);
   const c10::cuda::CUDAGuard guard(x_given.device());
   const at::Tensor x = x_given.contiguous(format_of(given)), weight = weight_given.contiguous(format_of(given));
-  const int64_t size[] = {
-      x.size(0), weight.size(0), extent(x.size(2), weight.size(2), 0, given), extent(x.size(3), weight.size(3), 1, given)};
-  const Convolution made(x.sizes(), weight.sizes(), size, given, x.scalar_type(), where);
-  at::Tensor y = at::empty(size, x.options().memory_format(format_of(given)));
+  const std::vector<int64_t> size{
+      x.size(0), weight.size(0), extent(x.size(2), weight.size(2), 0, given),
+      extent(x.size(3), weight.size(3), 1, given)};
   const cudnnHandle_t handle = at::native::getCudnnHandle();
-  with_workspace(
-      where, x,
-      [&](size_t* bytes) {
-        return cudnnGetConvolutionForwardWorkspaceSize(
-            handle, made.x.it, made.weight.it, made.settings.it, made.y.it, algorithm, bytes);
-      },
-      [&](const void* one, const void* zero, void* space, size_t bytes) {
-        return cudnnConvolutionForward(
-            handle, one, made.x.it, x.const_data_ptr(), made.weight.it, weight.const_data_ptr(), made.settings.it,
-            algorithm, space, bytes, zero, made.y.it, y.mutable_data_ptr());
-      });
+  const auto type = x.scalar_type();
+  const Problem problem{handle, algorithm, type, math_of(type), x.sizes().vec(), weight.sizes().vec(), size, given};
+  const auto plan = plan_of(problem, where, [&](const Plan& made, size_t* bytes) {
+    return cudnnGetConvolutionForwardWorkspaceSize(
+        handle, made.x.it, made.weight.it, made.settings.it, made.y.it, algorithm, bytes);
+  });
+  at::Tensor y = at::empty(size, x.options().memory_format(format_of(given)));
+  with_workspace(where, x, plan->workspace_bytes, [&](const void* one, const void* zero, void* space) {
+    return cudnnConvolutionForward(
+        handle, one, plan->x.it, x.const_data_ptr(), plan->weight.it, weight.const_data_ptr(), plan->settings.it,
+        algorithm, space, plan->workspace_bytes, zero, plan->y.it, y.mutable_data_ptr());
+  });
   if (bias.has_value() && bias->defined()) {
     y.add_(bias->view({1, -1, 1, 1}));
   }
@@ -253,24 +332,24 @@ at::Tensor cudnn_convolution_backward_input(
     c10::string_view algorithm_name) {
   const Where where{"cudnn_convolution_backward_input", std::string(algorithm_name)};
   const auto algorithm = find(kBackwardInput, where);
-  const Settings given{stride, padding, dilation, groups, channels_last};
+  const Settings given = settings_of(stride, padding, dilation, groups, channels_last, where);
   check_alike(grad_given, weight_given, where);
   const c10::cuda::CUDAGuard guard(grad_given.device());
   const at::Tensor grad = grad_given.contiguous(format_of(given)), weight = weight_given.contiguous(format_of(given));
-  const Convolution made(input_size, weight.sizes(), grad.sizes(), given, grad.scalar_type(), where);
-  at::Tensor out = at::empty(input_size, grad.options().memory_format(format_of(given)));
   const cudnnHandle_t handle = at::native::getCudnnHandle();
-  with_workspace(
-      where, grad,
-      [&](size_t* bytes) {
-        return cudnnGetConvolutionBackwardDataWorkspaceSize(
-            handle, made.weight.it, made.y.it, made.settings.it, made.x.it, algorithm, bytes);
-      },
-      [&](const void* one, const void* zero, void* space, size_t bytes) {
-        return cudnnConvolutionBackwardData(
-            handle, one, made.weight.it, weight.const_data_ptr(), made.y.it, grad.const_data_ptr(), made.settings.it,
-            algorithm, space, bytes, zero, made.x.it, out.mutable_data_ptr());
-      });
+  const auto type = grad.scalar_type();
+  const Problem problem{
+      handle, algorithm, type, math_of(type), input_size.vec(), weight.sizes().vec(), grad.sizes().vec(), given};
+  const auto plan = plan_of(problem, where, [&](const Plan& made, size_t* bytes) {
+    return cudnnGetConvolutionBackwardDataWorkspaceSize(
+        handle, made.weight.it, made.y.it, made.settings.it, made.x.it, algorithm, bytes);
+  });
+  at::Tensor out = at::empty(input_size, grad.options().memory_format(format_of(given)));
+  with_workspace(where, grad, plan->workspace_bytes, [&](const void* one, const void* zero, void* space) {
+    return cudnnConvolutionBackwardData(
+        handle, one, plan->weight.it, weight.const_data_ptr(), plan->y.it, grad.const_data_ptr(), plan->settings.it,
+        algorithm, space, plan->workspace_bytes, zero, plan->x.it, out.mutable_data_ptr());
+  });
   return out;
 }
 
@@ -280,24 +359,24 @@ at::Tensor cudnn_convolution_backward_weight(
     c10::string_view algorithm_name) {
   const Where where{"cudnn_convolution_backward_weight", std::string(algorithm_name)};
   const auto algorithm = find(kBackwardWeight, where);
-  const Settings given{stride, padding, dilation, groups, channels_last};
+  const Settings given = settings_of(stride, padding, dilation, groups, channels_last, where);
   check_alike(grad_given, x_given, where);
   const c10::cuda::CUDAGuard guard(grad_given.device());
   const at::Tensor grad = grad_given.contiguous(format_of(given)), x = x_given.contiguous(format_of(given));
-  const Convolution made(x.sizes(), weight_size, grad.sizes(), given, grad.scalar_type(), where);
-  at::Tensor out = at::empty(weight_size, grad.options().memory_format(format_of(given)));
   const cudnnHandle_t handle = at::native::getCudnnHandle();
-  with_workspace(
-      where, grad,
-      [&](size_t* bytes) {
-        return cudnnGetConvolutionBackwardFilterWorkspaceSize(
-            handle, made.x.it, made.y.it, made.settings.it, made.weight.it, algorithm, bytes);
-      },
-      [&](const void* one, const void* zero, void* space, size_t bytes) {
-        return cudnnConvolutionBackwardFilter(
-            handle, one, made.x.it, x.const_data_ptr(), made.y.it, grad.const_data_ptr(), made.settings.it, algorithm,
-            space, bytes, zero, made.weight.it, out.mutable_data_ptr());
-      });
+  const auto type = grad.scalar_type();
+  const Problem problem{
+      handle, algorithm, type, math_of(type), x.sizes().vec(), weight_size.vec(), grad.sizes().vec(), given};
+  const auto plan = plan_of(problem, where, [&](const Plan& made, size_t* bytes) {
+    return cudnnGetConvolutionBackwardFilterWorkspaceSize(
+        handle, made.x.it, made.y.it, made.settings.it, made.weight.it, algorithm, bytes);
+  });
+  at::Tensor out = at::empty(weight_size, grad.options().memory_format(format_of(given)));
+  with_workspace(where, grad, plan->workspace_bytes, [&](const void* one, const void* zero, void* space) {
+    return cudnnConvolutionBackwardFilter(
+        handle, one, plan->x.it, x.const_data_ptr(), plan->y.it, grad.const_data_ptr(), plan->settings.it, algorithm,
+        space, plan->workspace_bytes, zero, plan->weight.it, out.mutable_data_ptr());
+  });
   return out;
 }
 

@@ -204,8 +204,8 @@ class _Trial:
                 run(self._maker.of(self.task, twin=True))
 
         before = self._maker.caches_before(self.task, inputs, run_twins)
-        # cuDNN prepares a convolution by a named algorithm anew in every call, which takes the CPU up to half a
-        # millisecond.
+        # cuDNN plans a convolution by a named algorithm anew in every call. With descriptors and the workspace's size,
+        # which are kept now, that took the CPU up to half a millisecond.
         by_name = any(call.op.startswith("monet_like.cudnn_convolution") for call in self.task.calls)
         return seconds_of(partial(run, inputs), self._maker.device, before=before, repeats=repeats, of_launches=by_name)
 

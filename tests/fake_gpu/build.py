@@ -1,10 +1,11 @@
-"""Compiles the fake GPU, a stub of the CUDA runtime, of cuBLAS and of the driver under the real PyTorch.
+"""Compiles the fake GPU, a stub of the CUDA runtime, of cuBLAS and of the driver under the real PyTorch, and of those
+functions of cuDNN that convolutions by named algorithms call.
 
 `run` starts Python as if an NVIDIA H100 were here. PyTorch, its dispatcher, its caching allocator, streams, events and
-launch limits are real; kernels do nothing, so values and times mean nothing. cuDNN is not faked: it must be off where
-operators execute (``torch.backends.cudnn.enabled = False``), and on for captures alone, which then trace what a GPU
-would run; ``startup`` turns it off at Python's start. The heads of ``runtime.c`` and ``cublas.c`` tell more, and which
-variables of the environment there are.
+launch limits are real; kernels do nothing, so values and times mean nothing. What PyTorch's own operators call of cuDNN
+is not faked: it must be off where they execute (``torch.backends.cudnn.enabled = False``), and on for captures alone,
+which then trace what a GPU would run; ``startup`` turns it off at Python's start. The heads of ``runtime.c``,
+``cublas.c`` and ``cudnn.c`` tell more, and which variables of the environment there are.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def build(folder: Path) -> Path:
     (folder / "driver").mkdir(parents=True, exist_ok=True)
     wanted = set[str]().union(*(symbols(path, "--undefined-only") for path in LIBRARIES.glob("lib*.so*")))
     runtime = folder / RUNTIME
-    sources = [HERE / "runtime.c", HERE / "cublas.c"]
+    sources = [HERE / name for name in ("runtime.c", "cublas.c", "cudnn.c")]
     common = ["gcc", "-shared", "-fPIC", "-O1"]
     compiled = [*common, f"-I{headers()}", *map(str, sources), "-o", str(runtime)]
     subprocess.run(compiled, check=True)

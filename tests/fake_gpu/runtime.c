@@ -1,13 +1,14 @@
 // The CUDA runtime without a GPU: what PyTorch's dispatcher, allocator, streams and events see of one NVIDIA H100.
 //
 // Memory is host memory that is mapped lazily, so 80 GB cost nothing until they are touched. Kernels do not run; events
-// tell how many were launched between them, at 10 us each. Copies above 1 MiB move nothing. What is not defined here or
-// in cublas.c returns 0 (see build.py).
+// tell how many were launched between them, at 10 us each. Copies above 1 MiB move nothing. What is not defined here,
+// in cublas.c or in cudnn.c returns 0 (see build.py).
 //
 //   FAKE_GPU_DEVICES     how many GPUs (1)
 //   FAKE_GPU_BYTES       memory of each (80 GiB)
 //   FAKE_GPU_CAPABILITY  its compute capability, as 90 for 9.0 (90)
-//   FAKE_GPU_TRACE       a line on stderr for every event and launch, with its device, and for every copy that moves nothing
+//   FAKE_GPU_TRACE       a line on stderr for every event and launch, with its device, for every copy that moves nothing,
+//                        and at the end for cuDNN's descriptors
 
 #define _GNU_SOURCE
 #include <cuda_runtime_api.h>
@@ -19,7 +20,7 @@
 
 enum { MAX_BLOCKS = 200000, MAX_DEVICES = 16, SMALL_COPY = 1 << 20 };
 
-long fake_gpu_launches = 0;  // cublas.c counts its products, too
+long fake_gpu_launches = 0;  // with cublas.c's products and cudnn.c's convolutions
 static __thread int current = 0;
 
 static long setting(const char* name, long otherwise) {

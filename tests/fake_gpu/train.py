@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import convolutions
 import streamed
 import torch
 import torchvision
@@ -577,7 +578,7 @@ WHAT = {
         train, in_channels_last, whole, rehearsals, two_devices, offload, reserve, placed, distributed, workspaces,
         placed_loss, timed, by_rates, attention, saved, copies, live, out_of_memory, out_of_memory_in_blocks, card,
         moved, cublas, streamed.races, streamed.weights, streamed.larger, streamed.no_room, streamed.replicated,
-        streamed.offloaded, streamed.offloading_blocks,
+        streamed.offloaded, streamed.offloading_blocks, convolutions.cudnn_calls,
     )
 }  # fmt: skip
 
