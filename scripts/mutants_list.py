@@ -213,6 +213,7 @@ _SCHEDULES = [
     (_C, "if reason := exceeds(record, captured, name, device):", 'if reason := "":', "replay/test_matching.py::test_a_literal_that_makes_results_larger_is_refused"),
     (_C, "if needed <= promised + rounded:", "if True:", "replay/test_matching.py::test_a_literal_that_makes_results_larger_is_refused"),
     (_C, "if needed <= max(promised, budget):", "if True:", "ops/test_twins.py"),
+    ("profile/observing.py", "if not held[0].expired()}", "}", "ops/test_twins.py::test_what_is_counted_is_what_twins_take"),
 ]  # fmt: skip
 
 _PIECES = "auto/test_kept_pieces.py::{}"

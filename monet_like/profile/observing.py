@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..capture.captured import Captured, TensorMeta, shape_mode
 from ..ir.program import Call, Ref, Task, refs
@@ -37,6 +38,28 @@ class Observer(TorchDispatchMode):
     def note(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         """Called with every operator, after it."""
         raise NotImplementedError
+
+
+class LiveBytes:
+    """The bytes of the storages that operators have made and that are alive."""
+
+    def __init__(self) -> None:
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Count a tensor's storage, once, until its last tensor is gone."""
+        storage = tensor.untyped_storage()
+        self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+
+    def after(self, args: Any, kwargs: Any, result: Any) -> int:
+        """The bytes after an operator, whose results count unless they lie in an argument's storage."""
+        self._alive = {key: held for key, held in self._alive.items() if not held[0].expired()}
+        leaves = tree_leaves((args, kwargs))
+        given = {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in given:
+                self.add(leaf)
+        return sum(size for _, size in self._alive.values())
 
 
 def observe(captured: Captured, task: Task, observers: Sequence[Observer]) -> None:

@@ -8,7 +8,6 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from ..capture.captured import Captured
@@ -17,7 +16,7 @@ from ..ops import liger
 from ..ops.caches import largest_kept
 from ..runtime.batch_norm import CUDNN_BACKWARD
 from .gpu_paces import is_channels_last
-from .observing import Observer, made_by
+from .observing import LiveBytes, Observer, made_by
 
 IM2COL = "aten._slow_conv2d_forward.default"
 CONVOLUTIONS = ("aten.convolution.default", "aten.convolution_backward.default")
@@ -78,18 +77,18 @@ class Workspaces(Observer):
         self._written = sum(captured.metas[v].storage_bytes for v in made_by(task))
         self._begun = False
         self._taken = task.reads.index(task.overwrites) if task.overwrites is not None else None
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._live = LiveBytes()
 
     def begin(self, given: Sequence[torch.Tensor]) -> None:
         """Count what the task takes over, in whose place it writes, until it is released."""
         self._begun = True
         if self._taken is not None:
-            self._add(given[self._taken])
+            self._live.add(given[self._taken])
 
     def note(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         """Note an operator."""
         # An operator that is noted alone makes what is written.
-        between = self._between(args, kwargs, result) - self._written if self._begun else 0
+        between = self._live.after(args, kwargs, result) - self._written if self._begun else 0
         own = own_need(str(func), args, result)
         self._noted[own] = max(between, self._noted.get(own, between))
 
@@ -98,23 +97,6 @@ class Workspaces(Observer):
         """Some memory at some moments of the task, the most among them."""
         noted = (replace(own, between_bytes=between) for own, between in self._noted.items())
         return tuple(need for need in (*noted, *self._other) if need != Need())
-
-    def _between(self, args: Any, kwargs: Any, result: Any) -> int:
-        """Bytes of all that was made since the task began and is alive."""
-        self._alive = {key: held for key, held in self._alive.items() if not held[0].expired()}
-        given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and _storage(leaf) not in given:
-                self._add(leaf)
-        return sum(size for _, size in self._alive.values())
-
-    def _add(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        self._alive[_storage(tensor)] = StorageWeakRef(storage), storage.nbytes()
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def own_need(op: str, args: Any, result: Any) -> Need:

@@ -8,14 +8,10 @@ without storage, so that a schedule can be refused before a step instead of runn
 from __future__ import annotations
 
 import warnings
-import weakref
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ... import ops
 from ...capture.captured import Captured, shape_mode
@@ -24,6 +20,7 @@ from ...ir.schedule import Schedule
 from ...ir.simulate import Free
 from ...ops.liger import is_ours
 from ...ops.registry import NAMESPACE
+from ...profile.observing import LiveBytes, Observer
 from ...runtime.codegen import Block, compile_block
 
 #: Where twins need so much that nobody can tell how much, as much as this many times what they read and write.
@@ -69,7 +66,7 @@ def workspace_of_twin(captured: Captured, task: Task) -> int:
     """Peak bytes that a task allocates with plain-torch twins, beyond the values that it reads and writes."""
     metas = captured.metas
     run = compile_block(Block(task.reads, (task,)), task.name)
-    counter = _LiveBytes()
+    counter = _Twins()
     try:
         with shape_mode(), torch.no_grad(), torch._C._DisableAutocast():
             inputs: list[Any] = [metas[value].empty() for value in task.reads]
@@ -81,40 +78,21 @@ def workspace_of_twin(captured: Captured, task: Task) -> int:
     return max(0, counter.peak_bytes - sum(metas[value].storage_bytes for value in made))
 
 
-class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of storages from when an operator makes them until their last tensor is gone."""
+class _Twins(Observer):
+    """Runs twins, and counts the most bytes that they hold at a time."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.bytes = self.peak_bytes = 0
-        self._tensors = Counter[int]()
+        self.peak_bytes, self._live = 0, LiveBytes()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         if func.namespace == NAMESPACE and (twin := ops.twin(func._schema.name.partition("::")[2])):
             with self:
                 return twin(*args, **(kwargs or {}))
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self._note(tensor, given)
-        return result
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def _note(self, tensor: torch.Tensor, given: set[int]) -> None:
-        storage, size = tensor.untyped_storage()._cdata, tensor.untyped_storage().nbytes()
-        if storage in given and storage not in self._tensors:
-            return  # a view of what the task reads
-        if not self._tensors[storage]:
-            self.bytes += size
-            self.peak_bytes = max(self.peak_bytes, self.bytes)
-        self._tensors[storage] += 1
-        weakref.finalize(tensor, self._end, storage, size)
-
-    def _end(self, storage: int, size: int) -> None:
-        self._tensors[storage] -= 1
-        if not self._tensors[storage]:
-            del self._tensors[storage]
-            self.bytes -= size
+    def note(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        self.peak_bytes = max(self.peak_bytes, self._live.after(args, kwargs, result))
 
 
 def warn_of_liger(program: Program, schedule: Schedule, device: torch.device, stacklevel: int) -> None:
