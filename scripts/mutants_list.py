@@ -164,6 +164,8 @@ _CHECKS = [
     ("capture/trace/flat_module.py", "            held[name] = other\n", "            pass\n", "capture/test_own_tensors.py::test_parameters_are_what_they_are_in_plain_pytorch"),
     ("capture/guards/objects.py", "return [Attributes(tensor, vars(tensor)), *class_holders(type(tensor), names)]", "return []", "capture/test_own_tensors.py::test_attributes_that_change_are_followed"),
     ("capture/held_tensors.py", "if kind is not None and getattr(", "if False and getattr(", "capture/test_own_tensors.py::test_parameters_are_what_they_are_in_plain_pytorch"),
+    ("capture/guards/side_effects.py", "            holder.put_back(copy)\n", "            pass\n", "capture/test_corners.py::test_what_a_schedule_would_not_do_is_refused"),
+    ("capture/guards/side_effects.py", "                each.put_back(state)\n", "                pass\n", "replay/test_branches.py::test_a_plain_forward_that_is_asked_leaves_no_trace"),
     ("capture/guards/side_effects.py", "return type(own) is type(now) and is_outside(now) and memory_of(own) == memory_of(now)", "return True", "capture/test_own_tensors.py::test_another_parameter_is_refused"),
     ("replay/kept_steps.py", "if not self.captured.constants.hold()", "if False", "capture/test_constants.py::test_unregistered_parameters_that_change_are_followed"),
     ("replay/kept_steps.py", "self.reads.change() if self.reads is not None else None", "None", _VALUE.format("attribute")),

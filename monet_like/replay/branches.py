@@ -16,8 +16,9 @@ import torch.utils._pytree as pytree
 
 from ..capture.captured import Captured
 from ..capture.guards.effects import NotRepeated
+from ..capture.guards.objects import default_generators
 from ..capture.trace.answers import Answer
-from ..capture.trace.undone import Contents, default_generators, written_places
+from ..capture.trace.undone import Contents, written_places
 from ..errors import UsageError
 from ..ir.program import Ref, Task
 from ..runtime.operators import schema_of

@@ -22,9 +22,9 @@ from torch import nn
 
 from ..capture.captured import Captured
 from ..capture.example_inputs import Example, version_of
+from ..capture.guards.objects import default_generators
 from ..capture.precision import autocast_as, autocast_name
 from ..capture.trace.answers import forward_undone
-from ..capture.trace.undone import default_generators
 from ..capture.trees import flattened, taken_apart
 from ..errors import UsageError
 from .checks.backward_checks import Hook

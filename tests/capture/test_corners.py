@@ -302,6 +302,12 @@ def assigns(net: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return y - net.ema
 
 
+def removes(net: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y = layer(x) + net.ema
+    del net.ema
+    return y
+
+
 def assigns_data(net: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     net.ema.data = net.ema + 1
     return layer(x)
@@ -340,6 +346,7 @@ def hooks_weight(net: Net, layer: Any, x: torch.Tensor) -> torch.Tensor:
             r"draws NumPy's random numbers, .*auto_schedule\(model, blocks",
         ),
         (assigns, r"assigns ema, .*self.ema.copy_\(...\)"),
+        (removes, "assigns ema, and a schedule cannot"),
         (assigns_data, r"assigns a tensor's .data, .*copy_"),
         (keeps_gradient, r"calls retain_grad\(\)"),
         (rounds_saved, "hooks of its own on saved tensors"),

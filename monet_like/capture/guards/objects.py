@@ -174,6 +174,12 @@ def _generator_state(generator: Any) -> Any:
     return None if frame is None else (frame.f_lasti, {name: repr(value) for name, value in frame.f_locals.items()})
 
 
+def default_generators(device: torch.device) -> list[torch.Generator]:
+    """PyTorch's default generators that a step on ``device`` may draw from."""
+    on_gpu = device.type == "cuda" and torch.cuda.is_initialized()
+    return [torch.default_generator, *([torch.cuda.default_generators[device.index or 0]] if on_gpu else [])]
+
+
 def torch_state(generator: torch.Generator) -> bytes:
     """The state of a generator of PyTorch's, also while a model is traced."""
     with _disable_current_modes():

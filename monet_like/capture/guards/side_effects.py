@@ -8,7 +8,6 @@ import contextlib
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +20,8 @@ from ...errors import CaptureError
 from ..held_tensors import is_outside, memory_of
 from ..replaced import replaced
 from ..trace.alone import in_this_thread, is_only_thread
-from .objects import set_torch_state, torch_state
+from .holders import Entries, Holder
+from .objects import default_generators, holders_of
 
 #: The generator around a checkpointed function, by its name in PyTorch 2.14 and in earlier ones.
 _CHECKPOINTING = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
@@ -34,11 +34,14 @@ def keeping_tensors(model: nn.Module) -> Iterator[None]:
     Raises:
         CaptureError: the forward puts others in their place.
     """
-    before = [(name, module, _tensors(module)) for name, module in model.named_modules()]
+    modules = dict(model.named_modules())
+    before = {name: _tensors(module) for name, module in modules.items()}
+    holders = [Entries(held) for module in modules.values() for held in (module._parameters, module._buffers)]
+    copies = [(holder, holder.copy()) for holder in holders]
     try:
         yield
-        for name, module, tensors in before:
-            now = _tensors(module)
+        for name, tensors in before.items():
+            now = _tensors(modules[name])
             for member in {**tensors, **now}:
                 if not is_again(tensors.get(member), now.get(member)):
                     who, what = f"{type(model).__name__}.forward", f"{name}.{member}".lstrip(".")
@@ -50,13 +53,8 @@ def keeping_tensors(model: nn.Module) -> Iterator[None]:
                         "blocks=[...])"
                     )
     finally:
-        for _, module, tensors in before:
-            for members in (module._parameters, module._buffers):
-                for member in [m for m, tensor in members.items() if tensor is not tensors.get(m)]:
-                    if member in tensors:
-                        members[member] = tensors[member]
-                    else:
-                        del members[member]
+        for holder, copy in copies:
+            holder.put_back(copy)
 
 
 def is_again(own: torch.Tensor | None, now: torch.Tensor | None) -> bool:
@@ -177,7 +175,7 @@ class Generators:
     """
 
     def __init__(self) -> None:
-        self._states = {each: each.state() for each in _generators()}  # before the first trace
+        self._states = {name: each.copy() for name, each in _generators().items()}  # before the first trace
         self._traces = 0  # that were ended
 
     @contextlib.contextmanager
@@ -191,7 +189,8 @@ class Generators:
             CaptureError: it does: then every step of a schedule would have the numbers of the trace.
             OthersMayDraw: it is to be traced again.
         """
-        then = {each: each.form(each.state()) for each in _generators()}
+        generators = _generators()
+        then = {name: each.copy() for name, each in generators.items()}
         called, profiler, ended = set[str](), sys.getprofile(), False
         if self._traces:
             sys.setprofile(_noting_draws(called))
@@ -204,23 +203,23 @@ class Generators:
         finally:
             if self._traces:
                 sys.setprofile(profiler)
-            changed = [each for each, form in then.items() if not ended and each.form(each.state()) != form]
-            certain = [each for each in then if each.name in called]
+            changed = [name for name, copy in then.items() if not ended and generators[name].changed("", copy)]
+            certain = [name for name in then if name in called]
             if changed and not certain and not is_only_thread():
-                if self._traces < (_MOST_TRACES if _NUMPY in changed else 1):
+                if self._traces < (_MOST_TRACES if "numpy" in changed else 1):
                     self._traces += 1
                     raise OthersMayDraw
-                changed = [each for each in changed if each is _NUMPY]
+                changed = [name for name in changed if name == "numpy"]
             changed = certain or changed  # where a seed is set again, the state is the same
-            for each in changed:
-                each.restore(self._states.get(each, each.state()))
-        for each in changed:
-            raise _refused(who, each.what)
+            for name in changed:
+                generators[name].put_back(self._states.get(name, generators[name].copy()))
+        for name in changed:
+            raise _refused(who, _CHANGES[name])
 
 
 def _noting_draws(called: set[str]) -> Callable[[Any, str, Any], None]:
     """A function for ``sys.setprofile``: notes which generators its thread changes by their own methods."""
-    names = {id(getattr(random, "_inst", None)): _PYTHON.name, id(torch.default_generator): _TORCH.name}
+    names = {id(each.held): name for name, each in _generators().items()}
 
     def noting(frame: Any, event: str, function: Any) -> None:
         name = names.get(id(getattr(function, "__self__", None))) if event == "c_call" else None
@@ -239,18 +238,16 @@ def generators_restored(device: torch.device, *, if_alone: bool = False) -> Iter
         if_alone: what other threads draw meanwhile is not undone, unless an error is raised: for code whose parts
             restore the generators from which they draw.
     """
-    cuda = [device] if device.type == "cuda" else []
-    before = [(each, each.state()) for each in _generators()], [torch.cuda.get_rng_state(one) for one in cuda]
+    on_gpu = (holders_of(each, frozenset())[0] for each in default_generators(device)[1:])
+    before = [(each, each.copy()) for each in (*_generators().values(), *on_gpu)]
     ended = False
     try:
         yield
         ended = True
     finally:
         if not (ended and if_alone) or is_only_thread():
-            for each, state in before[0]:
-                each.restore(state)
-            for one, state in zip(cuda, before[1], strict=True):
-                torch.cuda.set_rng_state(state, one)
+            for each, state in before:
+                each.put_back(state)
 
 
 def _refused(who: str, what: str) -> CaptureError:
@@ -273,42 +270,19 @@ def _generator_unset(who: str) -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True, eq=False)
-class _Generator:
-    """A kind of generator.
-
-    Attributes:
-        what: the methods that change its state.
-        state, restore: read the state, and set it.
-        form: a state, to be compared.
-    """
-
-    name: str
-    what: str
-    state: Callable[[], Any]
-    restore: Callable[[Any], object]
-    form: Callable[[Any], object] = lambda state: state
-
-
-def _numpy_form(state: Any) -> object:
-    # The words of the Mersenne twister as bytes: as text they would take milliseconds. Other generators' states are
-    # dicts.
-    return (state[0], state[1].tobytes(), *state[2:]) if isinstance(state, tuple) else repr(state)
-
-
-_TORCH = _Generator(
-    "torch", "seeds PyTorch's random generator", lambda: torch_state(torch.default_generator),
-    lambda state: set_torch_state(torch.default_generator, state),
-)  # fmt: skip
-_PYTHON = _Generator("python", "draws Python's random numbers", random.getstate, random.setstate)
-_NUMPY = _Generator(
-    "numpy", "draws NumPy's random numbers", lambda: sys.modules["numpy"].random.get_state(),
-    lambda state: sys.modules["numpy"].random.set_state(state), _numpy_form,
-)  # fmt: skip
+#: What code does that changes the generator of a library.
+_CHANGES = {
+    "torch": "seeds PyTorch's random generator",
+    "python": "draws Python's random numbers",
+    "numpy": "draws NumPy's random numbers",
+}
 #: Traces that are ended because NumPy's generator has changed.
 _MOST_TRACES = 3
 
 
-def _generators() -> list[_Generator]:
-    """Those that there are."""
-    return [_TORCH, _PYTHON, *([_NUMPY] if "numpy" in sys.modules else [])]
+def _generators() -> dict[str, Holder]:
+    """The generators that there are, by the names in `_CHANGES`."""
+    held: dict[str, Any] = {"torch": torch.default_generator, "python": vars(random)["_inst"]}
+    if "numpy" in sys.modules:
+        held["numpy"] = sys.modules["numpy"].random.get_state.__self__
+    return {name: holders_of(generator, frozenset())[0] for name, generator in held.items()}

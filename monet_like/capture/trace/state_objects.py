@@ -6,7 +6,7 @@ tracer's. So it gets a copy of the object that holds the tracer's tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...errors import CaptureError
+from ..guards.holders import Attributes
 
 #: Objects within objects are copied to this depth.
 _DEPTH = 4
@@ -32,7 +33,8 @@ class StateObjects:
 
     def __init__(self, replacement: Callable[[torch.Tensor], torch.Tensor], watch: Callable[[Any, str], bool]) -> None:
         self._replacement, self._watch = replacement, watch
-        self._known: dict[int, tuple[Any, Any, dict[str, Any]]] = {}  # identity -> object, copy, the copy's attributes
+        #: By identity, an object, the attributes of its copy, and these as the copy was made with.
+        self._known: dict[int, tuple[Any, Attributes, dict[str, Any]]] = {}
 
     def replaced(self, tree: Any) -> Any:
         """``tree`` with copies of the objects in it that hold the user's tensors."""
@@ -46,7 +48,7 @@ class StateObjects:
         if not depth or isinstance(held, nn.Module | type) or not isinstance(getattr(held, "__dict__", None), dict):
             return held
         if id(held) in self._known:
-            return self._known[id(held)][1]
+            return self._known[id(held)][1].held
         attributes = {name: self._copied(member, depth - 1) for name, member in held.__dict__.items()}
         twin = held
         if any(map(_holds_others, attributes.values(), held.__dict__.values())):
@@ -55,12 +57,13 @@ class StateObjects:
             except TypeError:  # it is written in C
                 return held
             twin.__dict__.update(attributes)
-        self._known[id(held)] = held, twin, dict(twin.__dict__)
+        self._known[id(held)] = held, Attributes(twin, twin.__dict__), dict(twin.__dict__)
         return twin
 
     def set_since(self) -> list[str]:
         """What custom functions have set in the copies since they were made or handed over: ``State.count``."""
-        return [f"{type(held).__name__}.{name}" for held, _, name in self._set()]
+        copies = (each for each in self._known.values() if each[1].held is not each[0])
+        return [path for held, twin, then in copies for path in twin.changed(type(held).__name__, then)]
 
     def hand_over(self) -> None:
         """Set in the user's objects what custom functions have set in the copies.
@@ -68,24 +71,17 @@ class StateObjects:
         Raises:
             CaptureError: an object that cannot be restored.
         """
-        originals = {id(twin): held for held, twin, _ in self._known.values()}
-        for held, twin, name in [*self._set()]:
-            if not self._watch(held, type(held).__name__):
+        originals = {id(twin.held): held for held, twin, _ in self._known.values()}
+        for held, twin, then in self._known.values():
+            name, new = type(held).__name__, {} if twin.held is held else twin.difference(then)
+            if new and not self._watch(held, name):
                 raise CaptureError(
-                    f"a custom function sets {type(held).__name__}.{name}, and a schedule would not; have the function "
+                    f"a custom function sets {name}.{next(iter(new))}, and a schedule would not; have the function "
                     "return it"
                 )
-            if name in twin.__dict__:
-                held.__dict__[name] = originals.get(id(twin.__dict__[name]), twin.__dict__[name])
-            else:
-                held.__dict__.pop(name, None)
-        self._known = {key: (held, twin, dict(twin.__dict__)) for key, (held, twin, _) in self._known.items()}
-
-    def _set(self) -> Iterator[tuple[Any, Any, str]]:
-        for held, twin, attributes in self._known.values():
-            for name in {**attributes, **twin.__dict__} if twin is not held else ():
-                if attributes.get(name) is not twin.__dict__.get(name):
-                    yield held, twin, name
+            now = {each: originals.get(id(value), value) for each, value in new.items()}
+            Attributes(held, held.__dict__).repeat(now)
+        self._known = {key: (held, twin, twin.copy()) for key, (held, twin, _) in self._known.items()}
 
 
 def _holds_others(new: Any, old: Any) -> bool:

@@ -49,12 +49,6 @@ class Contents:
             generator.set_state(state)
 
 
-def default_generators(device: torch.device) -> list[torch.Generator]:
-    """PyTorch's default generators that a step on ``device`` may draw from."""
-    on_gpu = device.type == "cuda" and torch.cuda.is_initialized()
-    return [torch.default_generator, *([torch.cuda.default_generators[device.index or 0]] if on_gpu else [])]
-
-
 class Undone(TorchDispatchMode):
     """Undoes at its end what operators have written into tensors that existed at its beginning, and what was drawn.
 
