@@ -7,7 +7,9 @@ numbers themselves.
 
 from __future__ import annotations
 
-from ..ir.program import Call, Ref
+from typing import Any
+
+from ..ir.program import Call, Ref, Task
 from .editor import Editor
 
 #: ATen's 1 / 6, a float32 whatever the dtype.
@@ -16,6 +18,13 @@ _SIXTH = 0.1666666716337204
 
 def offer(editor: Editor) -> None:
     """Offer the ways for these gradients, and the tasks that pack the bits."""
+    _relu(editor)
+    _hardtanh(editor)
+    _leaky_relu(editor)
+    _hardsigmoid(editor)
+
+
+def _relu(editor: Editor) -> None:
     makers = {call.outs[0].name: (task, call) for task, call in editor.find("aten.relu.default") if call.outs[0]}
     for slot, way, call in list(editor.find_slots("aten.threshold_backward.default")):
         grad, out, threshold = call.args
@@ -23,43 +32,23 @@ def offer(editor: Editor) -> None:
             continue
         task, forward = makers[out.name]
         source = forward.args[0]
-        views = way.calls[:-1]
         if editor.is_own(source):
             from_input = Call(call.op, (grad, source, 0), (), call.outs)
-            editor.add_way(slot, (*views, from_input), "relu.from_input", word="multiway")
-        if editor.dense(out.name):
-            mask = editor.bits(task.name, out.name)
-            pack = Call("monet_like.pack_sign.default", (out,), (), (Ref(mask),))
-            editor.add(task, (pack,), (mask,), "relu.pack", word="newnode")
-            stride = editor.metas[out.name].stride
-            unpack = Call("monet_like.keep_where.default", (grad, Ref(mask), stride), (), call.outs)
-            editor.add_way(slot, (*views, unpack), "relu.packed", word="newnode")
-    _hardtanh(editor)
-    _leaky_relu(editor)
-    _hardsigmoid(editor)
+            editor.add_way(slot, (*way.calls[:-1], from_input), "relu.from_input", word="multiway")
+        _packed(editor, slot, task, out, "relu", "pack_sign")
 
 
 def _hardtanh(editor: Editor) -> None:
-    makers = {call.outs[0].name: (task, call) for task, call in editor.find("aten.hardtanh.default") if call.outs[0]}
-    by_input = {call.args[0]: (task, call) for task, call in makers.values()}
+    made = {call.args[0]: (task, call) for task, call in editor.find("aten.hardtanh.default") if call.outs[0]}
     for slot, way, call in list(editor.find_slots("aten.hardtanh_backward.default")):
         grad, source, low, high = call.args
-        if source not in by_input or not editor.is_own(source):
+        if source not in made or not editor.is_own(source):
             continue
-        task, forward = by_input[source]
-        out = forward.outs[0]
-        assert out is not None and isinstance(out.name, int)
-        views = way.calls[:-1]
+        task, (out, *_) = made[source][0], made[source][1].outs
         # The gradient passes where low < x < high, which is exactly where low < clamp(x) < high.
         from_output = Call(call.op, (grad, out, low, high), (), call.outs)
-        editor.add_way(slot, (*views, from_output), "hardtanh.from_output", word="multiway")
-        if editor.dense(out.name):
-            mask = editor.bits(task.name, out.name)
-            pack = Call("monet_like.pack_range.default", (out, float(low), float(high)), (), (Ref(mask),))
-            editor.add(task, (pack,), (mask,), "hardtanh.pack", word="newnode")
-            stride = editor.metas[out.name].stride
-            unpack = Call("monet_like.keep_where.default", (grad, Ref(mask), stride), (), call.outs)
-            editor.add_way(slot, (*views, unpack), "hardtanh.packed", word="newnode")
+        editor.add_way(slot, (*way.calls[:-1], from_output), "hardtanh.from_output", word="multiway")
+        _packed(editor, slot, task, out, "hardtanh", "pack_range", float(low), float(high))
 
 
 def _leaky_relu(editor: Editor) -> None:
@@ -69,31 +58,40 @@ def _leaky_relu(editor: Editor) -> None:
         grad, source, slope, of_result = call.args
         if of_result or slope <= 0 or source not in made or not editor.is_own(source):
             continue
-        task, forward = made[source]
-        out, views = forward.outs[0], way.calls[:-1]
-        assert out is not None and isinstance(out.name, int)
+        task, (out, *_) = made[source][0], made[source][1].outs
         from_output = Call(call.op, (grad, out, slope, True), (), call.outs)
-        editor.add_way(slot, (*views, from_output), "leaky_relu.from_output", word="multiway")
-        if editor.dense(out.name):
-            mask = editor.bits(task.name, out.name)
-            pack = Call("monet_like.pack_sign.default", (out,), (), (Ref(mask),))
-            editor.add(task, (pack,), (mask,), "leaky_relu.pack", word="newnode")
-            scaled = (grad, Ref(mask), 1.0, editor.metas[out.name].stride, float(slope))
-            unpack = Call("monet_like.masked_scale.default", scaled, (), call.outs)
-            editor.add_way(slot, (*views, unpack), "leaky_relu.packed", word="newnode")
+        editor.add_way(slot, (*way.calls[:-1], from_output), "leaky_relu.from_output", word="multiway")
+        _packed(editor, slot, task, out, "leaky_relu", "pack_sign", slope=float(slope))
 
 
 def _hardsigmoid(editor: Editor) -> None:
     """Add ways for hardsigmoid: the gradient is a sixth where -3 < x < 3."""
     made = {call.args[0]: task for task, call in editor.find("aten.hardsigmoid.default")}
-    for slot, way, call in list(editor.find_slots("aten.hardsigmoid_backward.default")):
-        grad, source = call.args
-        if source not in made or not editor.is_own(source) or not editor.dense(source.name):
-            continue
-        mask = editor.bits(made[source].name, source.name)
-        pack = Call("monet_like.pack_range.default", (source, -3.0, 3.0), (), (Ref(mask),))
-        editor.add(made[source], (pack,), (mask,), "hardsigmoid.pack", word="newnode")
-        kept = (grad, Ref(mask), editor.metas[source.name].stride)
-        unpack = Call("monet_like.keep_where.default", kept, (), call.outs)
-        scale = Call("aten.mul_.Tensor", (call.outs[0], _SIXTH), (), call.outs)
-        editor.add_way(slot, (*way.calls[:-1], unpack, scale), "hardsigmoid.packed", word="newnode")
+    for slot, _, call in list(editor.find_slots("aten.hardsigmoid_backward.default")):
+        source = call.args[1]
+        if source in made and editor.is_own(source):
+            scale = Call("aten.mul_.Tensor", (call.outs[0], _SIXTH), (), call.outs)
+            _packed(editor, slot, made[source], source, "hardsigmoid", "pack_range", -3.0, 3.0, after=(scale,))
+
+
+def _packed(
+    editor: Editor, slot: int, task: Task, source: Any, name: str, pack: str, *bounds: float,
+    slope: float = 0.0, after: tuple[Call, ...] = (),
+) -> None:  # fmt: skip
+    """Add, for ``newnode``, a task that packs a bit for each element of ``source``, and the gradient by these bits.
+
+    Args:
+        task: the activation.
+        pack: the operator that packs; ``bounds``: its further arguments.
+        slope: of the gradient where the bit is 0.
+        after: further calls of the gradient.
+    """
+    if not editor.dense(source.name):
+        return
+    *views, call = editor.slots[slot][0].calls
+    mask, stride = Ref(editor.bits(task.name, source.name)), editor.metas[source.name].stride
+    packing = Call(f"monet_like.{pack}.default", (source, *bounds), (), (mask,))
+    editor.add(task, (packing,), (int(mask.name),), f"{name}.pack", word="newnode")
+    op, args = ("masked_scale", (1.0, stride, slope)) if slope else ("keep_where", (stride,))
+    unpack = Call(f"monet_like.{op}.default", (call.args[0], mask, *args), (), call.outs)
+    editor.add_way(slot, (*views, unpack, *after), f"{name}.packed", word="newnode")
