@@ -15,11 +15,9 @@ from ..inductor.plan_file import CompilePlan, GraphDecisions, plan_model
 from ..ir.schedule_file import ScheduleRecord
 from ..ir.units import format_bytes, format_seconds
 from ..job.job import Job
-from ..replay.checks.compatibility import check_program
 from ..replay.verify.steps import real_example
 from .output import check_results
-from .prepare import job_of, source_of
-from .report import problem_of, rates_of
+from .report import job_of_file
 from .terminal import Terminal, aligned_table
 
 #: The ends of the names of files by default.
@@ -53,7 +51,7 @@ def export(
     path = out or file.with_suffix(_ENDS[to])
     record = ScheduleRecord.load(file)
     check_results(path)
-    job = _job(terminal, record, model, device, profile_file)
+    job = job_of_file(terminal, record, model, device, profile_file)
     found: Decisions | SelectivePlan | CompilePlan | RematPlan
     if to == "json":
         found = decisions_of(record, job.ready)
@@ -89,15 +87,6 @@ def _compile_plan(terminal: Terminal, record: ScheduleRecord, job: Job) -> Compi
     for graph in graphs:
         terminal.console.print(repr(graph), soft_wrap=True)
     return CompilePlan(record.model, record.device, record.budget_bytes, extra, tuple(map(GraphDecisions.of, graphs)))
-
-
-def _job(terminal: Terminal, record: ScheduleRecord, model: str | None, device: str, profile_file: Path | None) -> Job:
-    """The job of the model that a schedule was made for."""
-    rates = profile_file or rates_of(record)
-    problem = problem_of(record, model, device, 60.0, rates)
-    job = job_of(terminal, problem, source_of(problem, rates))
-    check_program(record, job.captured, problem.request.expression, problem.device)
-    return job
 
 
 def _show(terminal: Terminal, found: Decisions) -> None:

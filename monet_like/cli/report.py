@@ -10,6 +10,7 @@ from ..errors import UsageError
 from ..files import check_writable
 from ..ir.schedule_file import ScheduleRecord
 from ..ir.units import format_bytes, format_seconds
+from ..job.job import Job
 from ..models import is_registered
 from ..profile.devices import DEVICES
 from ..replay.checks.compatibility import check_program
@@ -17,7 +18,6 @@ from ..report.page import Figures, numbers, vega
 from ..report.write import figures_of, write_report
 from .output import check_results, write_table
 from .prepare import job_of, problem_priced_by, source_of
-from .problem import Problem
 from .terminal import Terminal, aligned_table
 
 
@@ -46,10 +46,7 @@ def report(
     record = ScheduleRecord.load(file)
     check_writable(path)
     check_results(csv_file)
-    rates = profile_file or rates_of(record)
-    problem = problem_of(record, model, device, time_limit, None if live else rates)
-    job = job_of(terminal, problem, source_of(problem, rates))
-    check_program(record, job.captured, problem.request.expression, problem.device)
+    job = job_of_file(terminal, record, model, device, profile_file, time_limit=time_limit, here=live)
     ready = job.ready
     with terminal.progress() as progress:
         figures = figures_of(record, ready, job.request, job.device, front=front, live=live, progress=progress.at)
@@ -61,28 +58,38 @@ def report(
     return figures
 
 
-def problem_of(
-    record: ScheduleRecord, model: str | None, device: str, time_limit: float, rates: Path | None
-) -> Problem:
-    """The problem that a schedule was solved for, so that it can be captured again.
+def job_of_file(
+    terminal: Terminal,
+    record: ScheduleRecord,
+    model: str | None,
+    device: str,
+    profile_file: Path | None,
+    *,
+    time_limit: float = 60.0,
+    here: bool = False,
+) -> Job:
+    """The job that a schedule was solved for: its model is captured again.
 
     Args:
         model: MODEL as the user typed it; None: as the file says, if building that runs no code but torchvision's or
             ours.
-        rates: what prices it. Where that is a datasheet's, ``device`` may be a GPU that is not here; not so with None.
+        profile_file: what prices it; None: the datasheet rates that it was planned with, if it was. Where it has a
+            datasheet's, ``device`` may be a GPU that is not here, unless ``here`` says that steps run.
 
     Raises:
         UsageError: the model must be named by the user, or an argument is wrong.
+        ScheduleFileError: the schedule is of another program.
     """
     if model is None and not is_registered(record.model):
         raise UsageError(
             f"the schedule is of {record.model!r}, and what a file names is not run unseen; if that is your model, say "
             "so: --model MODEL, such as --model path/to/file.py:make_model"
         )
+    rates = profile_file or _rates_of(record)
     floating = [i.dtype for i in record.inputs if "float" in i.dtype]
     shape = record.inputs[0].shape if record.inputs else ()
     problem = problem_priced_by(
-        rates,
+        None if here else rates,
         model=model or record.model,
         batch=str(shape[0] if shape else 1),
         budget=f"{max(record.budget_bytes, 1)} B",
@@ -102,10 +109,13 @@ def problem_of(
     )
     own_inputs = hasattr(problem.spec.source, "make_inputs")
     example = problem.request.example if own_inputs else example_of(record.inputs, problem.device)
-    return replace(problem, request=replace(problem.request, example=example, made_last=record.made_last))
+    problem = replace(problem, request=replace(problem.request, example=example, made_last=record.made_last))
+    job = job_of(terminal, problem, source_of(problem, rates))
+    check_program(record, job.captured, problem.request.expression, problem.device)
+    return job
 
 
-def rates_of(record: ScheduleRecord) -> Path | None:
+def _rates_of(record: ScheduleRecord) -> Path | None:
     """The datasheet rates that a schedule was planned with, if it was."""
     kind, _, name = record.device.partition(":")
     return Path(record.device) if kind == "roofline" and name in DEVICES else None

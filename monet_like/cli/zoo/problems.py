@@ -19,25 +19,20 @@ from ...zoo.catalogue import MODE, PROFILES
 from ..problem import Problem, read_problem
 
 
-def zoo_problem(model: str, batch: int, device: str, mode: str = MODE) -> Problem:
-    """A model of the zoo, its inputs and the request, without Liger's kernels wherever it is built; weights are not
-    filled.
+@functools.lru_cache(maxsize=2)  # of one model, for GPUs and CPUs: a program takes tens of megabytes
+def captured_model(model: str, batch: int, device: str) -> tuple[Problem, Captured]:
+    """Capture a model for one kind of device, without filling its weights, and without Liger's kernels wherever that
+    is; all its profiles share the program.
 
     Args:
         device: ``cpu`` or ``cuda``, which need not be here.
     """
     with Unfilled():
         problem = read_problem(
-            model=model, batch=str(batch), budget="1", mode=mode, solver="HIGHS", device=device, dtype="float32",
+            model=model, batch=str(batch), budget="1", mode=MODE, solver="HIGHS", device=device, dtype="float32",
             input_shape=None, measured=False,
         )  # fmt: skip
-    return replace(problem, request=replace(problem.request, liger=False))
-
-
-@functools.lru_cache(maxsize=2)  # of one model, for GPUs and CPUs: a program takes tens of megabytes
-def captured_model(model: str, batch: int, device: str) -> tuple[Problem, Captured]:
-    """Capture a model for one kind of device; all its profiles share the program."""
-    problem = zoo_problem(model, batch, device)
+    problem = replace(problem, request=replace(problem.request, liger=False))
     return problem, captured_for(problem.request, problem.request.example)
 
 
