@@ -10,12 +10,10 @@ compares with the time of the fastest schedules, which need not fit.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import resource
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,57 +30,28 @@ TRAININGS = {
 }
 
 
-def measured(name: str, model: str, length: int, shares: list[float], card: str) -> dict[str, Any]:
-    """Plan at all budgets, and return what is printed."""
+def show(name: str, model: str, length: int, shares: list[float], card: str) -> None:
+    """Plan one training at all budgets, and print the figures."""
     sheet = DEVICES[card]
     options: dict[str, Any] = {"length": length, "largest": "", "reserve": "0", **TRAININGS[name]}
-    roomy = replace(sheet, name="no limit", memory_bytes=2**50)
-    started = time.perf_counter()
-    first = fits(model, cards=[roomy], **options)
+    first = fits(model, cards=[replace(sheet, name="no limit", memory_bytes=2**50)], **options)
     plain, fastest = first.row("no limit", "plain"), first.row("no limit", "ours")
-    seconds = time.perf_counter() - started
     before = sum(os.times()[:4])  # of this process, and of those that it has waited for
     cards = [replace(sheet, name=f"{share:g} %", memory_bytes=int(share / 100 * plain.peak_bytes)) for share in shares]
     started = time.perf_counter()
     found = fits(model, cards=cards, **options)
     whole, used = time.perf_counter() - started, sum(os.times()[:4]) - before
-    rows = []
+    stages = ", ".join(f"{k} {v:.1f} s" for k, v in found.stage_seconds.items() if v)
+    print(f"\n{name}: plain {format_bytes(plain.peak_bytes)}, {format_seconds(plain.seconds)}")
+    print(f"  {len(cards)} budgets in {whole:.1f} s wall, {used:.1f} s CPU ({stages})")
     for limits in cards:
         row = found.row(limits.name, "ours")
-        told = {"budget": limits.name, "budget_bytes": limits.memory_bytes, "peak_bytes": row.peak_bytes}
-        told |= {"fits": row.fits, "against_plain": row.against_plain, "gap": row.gap}
-        above = None if row.seconds is None else row.seconds / (fastest.seconds or 0.0) - 1
-        rows.append({**told, "above_the_fastest": above})
-    return {
-        "training": name,
-        "plain_peak_bytes": plain.peak_bytes,
-        "plain_seconds": plain.seconds,
-        "first_seconds": seconds,
-        "seconds": whole,
-        "processor_seconds": used,
-        "stage_seconds": found.stage_seconds,
-        "rows": rows,
-    }
-
-
-def show(found: dict[str, Any]) -> None:
-    """Print the figures of one training."""
-    stages = ", ".join(f"{k} {v:.1f} s" for k, v in found["stage_seconds"].items() if v)
-    plain = f"{format_bytes(found['plain_peak_bytes'])}, {format_seconds(found['plain_seconds'])}"
-    print(f"\n{found['training']}: plain {plain}")
-    print(
-        f"  {len(found['rows'])} budgets in {found['seconds']:.1f} s wall, {found['processor_seconds']:.1f} s CPU "
-        f"({stages})"
-    )
-    for row in found["rows"]:
-        if not row["fits"]:
-            missing = row["peak_bytes"] - row["budget_bytes"]
-            print(f"  {row['budget']:>5}: does not fit by {format_bytes(missing)}")
+        if not row.fits:
+            print(f"  {limits.name:>5}: does not fit by {format_bytes(row.peak_bytes - limits.memory_bytes)}")
             continue
         print(
-            f"  {row['budget']:>5}: {100 * (row['against_plain'] - 1):+.1f} % time, peak "
-            f"{format_bytes(row['peak_bytes'])}, within {100 * row['gap']:.2f} % of all, "
-            f"{100 * row['above_the_fastest']:+.1f} % without a limit"
+            f"  {limits.name:>5}: {100 * (row.against_plain - 1):+.1f} % time, peak {format_bytes(row.peak_bytes)}, "
+            f"within {100 * row.gap:.2f} % of all, {100 * (row.seconds / fastest.seconds - 1):+.1f} % without a limit"
         )
 
 
@@ -92,21 +61,16 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=2048)
     parser.add_argument("--shares", default="90,75,60,50")
     parser.add_argument("--card", default="h100", help="data sheet of the rates")
-    parser.add_argument("--out", type=Path, help="JSON file to write")
     given = parser.parse_args()
     shares = [float(share) for share in given.shares.split(",")]
     print(
         f"{given.model}, batch 1, {given.seq} tokens; rates of {given.card}; PyTorch {torch.__version__}, load "
         f"{os.getloadavg()[0]:.1f}"
     )
-    found = []
     for name in TRAININGS:
-        found.append(measured(name, given.model, given.seq, shares, given.card))
-        show(found[-1])
+        show(name, given.model, given.seq, shares, given.card)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(f"\npeak memory of the process: {format_bytes(peak)}; CPU {time.process_time():.0f} s")
-    if given.out is not None:
-        given.out.write_text(json.dumps({"process_bytes": peak, "trainings": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

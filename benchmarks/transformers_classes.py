@@ -116,12 +116,12 @@ def trained(model: nn.Module, arguments: Mapping[str, torch.Tensor]) -> dict[str
     return {**found, **dict(model.named_buffers())}
 
 
-def compared(kind: str, name: str, *, seed: int = 3) -> Verdict:
+def compared(kind: str, name: str) -> Verdict:
     """Train a class with a random schedule and without."""
-    return judged(name, lambda: _compared(kind, name, seed))
+    return judged(name, lambda: _compared(kind, name))
 
 
-def _compared(kind: str, name: str, seed: int) -> tuple[str, object]:
+def _compared(kind: str, name: str) -> tuple[str, object]:
     try:
         model, arguments = built(kind, name)
         plain, again = (trained(copy.deepcopy(model), arguments) for _ in range(2))
@@ -130,7 +130,7 @@ def _compared(kind: str, name: str, seed: int) -> tuple[str, object]:
     if _differing(plain, again):
         return RANDOM, ""
     try:
-        ours = trained(AnySchedule(model, seed), arguments)
+        ours = trained(AnySchedule(model, 3), arguments)
     except MonetError as error:
         return refusal(error)
     differing = _differing(plain, ours)
