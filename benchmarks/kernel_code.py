@@ -25,7 +25,6 @@ import importlib.util
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,13 +33,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.rows import markdown_table
 from monet_like import build, toolchain
 from monet_like.errors import MonetError
-from monet_like.ir.frames import csv_text, frame
 
 #: Bytes that an H100 SXM moves per cycle and multiprocessor: 3.35 TB/s, 132 of them at 1.755 GHz.
 BYTES_PER_CYCLE = 14.5
@@ -556,9 +552,8 @@ def markdown(rows: Sequence[Row]) -> str:
     help="Compute capability; may be given twice.",
 )
 @click.option("--built", is_flag=True, help="Read the library that is built instead of compiling.")
-@click.option("--csv", "as_csv", is_flag=True, help="Rows separated by commas instead of a table.")
 @click.option("--markdown", "into", type=click.Path(path_type=Path, dir_okay=False), help="Also write this file.")
-def main(names: Sequence[str], architectures: Sequence[str], built: bool, as_csv: bool, into: Path | None) -> None:
+def main(names: Sequence[str], architectures: Sequence[str], built: bool, into: Path | None) -> None:
     """Read what the compiler made of csrc/cuda, and fail where a kernel leaves its bounds.
 
     NAMES are files of csrc/cuda without their suffix, such as masks; default: all.
@@ -573,15 +568,10 @@ def main(names: Sequence[str], architectures: Sequence[str], built: bool, as_csv
         rows = list(rows_of_built(library, names, architectures) if built else rows_of(sources, architectures))
     except MonetError as error:
         raise click.ClickException(str(error)) from error
-    if as_csv:
-        click.echo(csv_text(frame(dict.fromkeys(HEADER, "object"), map(cells, rows))), nl=False)
-    else:
-        table = Table(*HEADER)
-        for row in rows:
-            table.add_row(*cells(row), style="red" if row.problems else None)
-        Console(width=None if sys.stdout.isatty() else 240).print(table)
+    text = markdown(rows)
+    click.echo(text)
     if into:
-        into.write_text(markdown(rows))
+        into.write_text(text)
     if wrong := [row for row in rows if row.problems]:
         raise click.ClickException(f"{len(wrong)} of {len(rows)} kernels leave their bounds")
 
