@@ -23,7 +23,6 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
-import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
@@ -47,9 +46,10 @@ from benchmarks.unrun_kernels import Calls, unrun_kernels
 from monet_like.capture.example_inputs import Example
 from monet_like.errors import MonetError
 from monet_like.files import write_atomically
-from monet_like.inductor.joint import is_generated, is_view, tensors_of
+from monet_like.inductor.joint import tensors_of
 from monet_like.inductor.options import compile_options
 from monet_like.inductor.partitioner import PlannedPartitioner
+from monet_like.inductor.portfolio import is_called, writes_of
 from monet_like.inductor.prices import device_of, measured_cost, operations_of
 from monet_like.ir.program import Cost
 from monet_like.ir.schedule import Schedule
@@ -171,13 +171,6 @@ class Net:
         return self.compiled({name: float(share), f"{name}_solver": solver}, {})
 
 
-def _is_called(node: fx.Node) -> bool:
-    """Whether Inductor calls PyTorch's operator; a plan's own operators are none of them, and become no calls."""
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace == "monet_like_inductor":
-        return False
-    return not is_generated(node) and not is_view(node)
-
-
 def _backend(
     net: Net, settings: Mapping[str, Any], options: Mapping[str, Any], graph: fx.GraphModule, inputs: Any
 ) -> Any:
@@ -189,10 +182,9 @@ def _backend(
         if settings and not kwargs.get("is_backward"):  # what the forward saves decides the backward
             net.check_new(_written_out(part))
         for node in part.graph.nodes:
-            if _is_called(node):
+            if is_called(node):
                 net.work += sum(done.flops + done.convolution_flops for done in operations_of(node))
-                parts = tuple(user for user in node.users if user.target is operator.getitem)
-                cost = measured_cost(node, parts or (node,), device_of(CPU, True))
+                cost = measured_cost(node, writes_of(node), device_of(CPU, True))
                 net.operators_seconds += cost.seconds if cost else 0.0
         return compile_fx_inner(part, given, **kwargs)
 

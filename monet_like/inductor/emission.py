@@ -13,6 +13,7 @@ from torch import fx
 from torch._functorch._aot_autograd import descriptors
 from torch.fx._lazy_graph_module import _make_graph_module
 
+from ..ir.program import RESIDENT_KINDS
 from ..ir.schedule import Schedule, kept_values
 from .joint import Kernel, is_elementwise, name_of, readers
 from .kernels import Kernels
@@ -43,7 +44,7 @@ def saved_nodes(kernels: Kernels, schedule: Schedule) -> list[fx.Node]:
     for slot, again in enumerate(schedule.again):
         way = kernels.program.slots[slot][schedule.ways[slot]]
         for task in (*(kernels.program.tasks[p] for p in again), way):
-            kept.update(v for v in task.reads if kernels.program.values[v].kind in ("parameter", "buffer", "input"))
+            kept.update(v for v in task.reads if kernels.program.values[v].kind in RESIDENT_KINDS)
     return sorted((node for node, v in kernels.value_of.items() if v in kept), key=kernels.order.__getitem__)
 
 

@@ -18,8 +18,8 @@ from torch import fx
 from ..ir.program import Cost
 from ..profile.roofline import seconds_of as seconds_by_rates
 from ..profile.work import Operation
-from .joint import draws, is_generated, is_view
-from .prices import Device, measured_cost, price_of_call, with_strides
+from .joint import Kernel, draws, is_generated, is_view
+from .prices import Device, measured_cost, price_of, with_strides
 from .rehearsal import Rehearsed, rehearsed
 
 #: Values of ``activation_memory_budget`` that are tried, besides the user's own.
@@ -86,16 +86,21 @@ def own_partition(
     return partition
 
 
+def is_called(node: fx.Node) -> bool:
+    """Whether Inductor calls PyTorch's operator; a plan's own operators are none of them, and become no calls."""
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace == "monet_like_inductor":
+        return False
+    return not is_generated(node) and not is_view(node)
+
+
 def called_costs(partition: Partition, device: Device, measured: bool) -> tuple[dict[str, Cost], float]:
     """Costs of PyTorch's operators that Inductor calls, by the names of their nodes, and their seconds in all."""
     found: dict[str, Cost] = {}
     seconds = 0.0
     for part in partition:
-        for node in part.graph.nodes:
-            is_operator = isinstance(node.target, torch._ops.OpOverload)
-            if not is_operator or node.target.namespace == "monet_like_inductor" or is_generated(node) or is_view(node):
-                continue
-            found[node.name] = price_of_call(node, writes_of(node), device, measured=measured)
+        for node in filter(is_called, part.graph.nodes):
+            kernel = Kernel(node, tuple(node.all_input_nodes), (), writes_of(node))
+            found[node.name] = price_of(kernel, node, device, measured=measured)
             seconds += found[node.name].seconds
     return found, seconds
 

@@ -60,29 +60,18 @@ def prices(kernels: Kernels, *, measured: bool) -> dict[str, Cost]:
     )
     for task, kernel in (*tasks, *slots):
         if task.cost and task.cost not in found and kernel is not None and kernel.root is not None:
-            run = measured and not kernel.generated
-            cost = measured_cost(kernel.root, kernel.writes, device) if run else None
-            cost = cost or _estimated(kernel, device.limits)
-            found[task.cost] = _with_copies(cost, kernel.root)
+            found[task.cost] = price_of(kernel, kernel.root, device, measured=measured)
     return found
 
 
-def price_of_call(node: fx.Node, writes: Sequence[fx.Node], device: Device, *, measured: bool) -> Cost:
-    """The cost of a call of PyTorch's operator, as `prices` has it.
-
-    Args:
-        writes: the node, or the parts of its result.
-    """
-    cost = measured_cost(node, writes, device) if measured else None
-    kernel = Kernel(node, tuple(node.all_input_nodes), (), tuple(writes))
-    return _with_copies(cost or _estimated(kernel, device.limits), node)
+def price_of(kernel: Kernel, root: fx.Node, device: Device, *, measured: bool) -> Cost:
+    """The cost of a kernel that writes ``root``, as `prices` has it."""
+    cost = measured_cost(root, kernel.writes, device) if measured and not kernel.generated else None
+    cost = cost or _estimated(kernel, device.limits)
+    return replace(cost, workspace_bytes=max(cost.workspace_bytes, _copied_bytes(root)))
 
 
-def _with_copies(cost: Cost, root: fx.Node) -> Cost:
-    return replace(cost, workspace_bytes=max(cost.workspace_bytes, copied_bytes(root)))
-
-
-def copied_bytes(node: fx.Node) -> int:
+def _copied_bytes(node: fx.Node) -> int:
     """Bytes of the copies that Inductor has made for a product: of arguments none of whose dimensions has stride 1.
 
     Such are every second element of a row, and the gradient of a sum: one element that is expanded.

@@ -84,11 +84,6 @@ class Rehearsed:
         """The most of forward and backward."""
         return max(self.forward_bytes, self.backward_bytes)
 
-    @property
-    def moved_bytes(self) -> int:
-        """By all generated kernels."""
-        return sum(self.moved)
-
 
 def rehearsed(
     forward: fx.GraphModule, backward: fx.GraphModule, forward_count: int, workspace_of: Workspace

@@ -216,7 +216,7 @@ def planned(model: nn.Module, args: tuple[Any, ...], budget_bytes: int) -> dict[
 
     def judge(share: float | None, *args: Any, **kwargs: Any) -> Way:
         way = judged(share, *args, **kwargs)
-        ways.setdefault(str(share), []).append([len(way.rehearsed.moved), way.rehearsed.moved_bytes])
+        ways.setdefault(str(share), []).append([len(way.rehearsed.moved), sum(way.rehearsed.moved)])
         return way
 
     options = compile_options(budget_bytes, quick=True)
