@@ -395,6 +395,18 @@ _CHANNELS_LAST = [
     (_LAST, '    torch.conv_transpose3d: "channels_last_3d",\n', "", "capture/test_channels_last.py::test_every_convolution_takes_it"),
 ]  # fmt: skip
 
+_TURNS = "ir/test_simulate.py::test_a_run_takes_place_when_it_is_launched_and_its_turn_has_come[0.0-1.5-spent2]"
+_TOLD = "profile/test_launches.py::test_a_record_tells_the_time_by_two_clocks_on_a_gpu_alone"
+#: The CPU's clock of steps on a GPU.
+_CLOCKS = [
+    ("ir/simulate.py", ", self.launched - self.now)", ")", _TURNS),
+    ("ir/simulate.py", " * len(task.calls)", "", _TURNS),
+    ("profile/launches.py", 'if device.startswith("cuda:") else None', "", "profile/test_launches.py::test_only_a_measured_gpu_has_the_second_clock"),
+    ("compiler/pipeline.py", "bound += clock.start_seconds", "pass", _TOLD),
+    ("compiler/prepared.py", "launches=clock", "launches=None", _TOLD),
+    ("compiler/prepared.py", " if ready.plain.seconds else None", "", "profile/test_launches.py::test_without_times_there_is_no_clock"),
+]  # fmt: skip
+
 
 def _listed() -> Iterator[Mutant]:
     for text, instead, test in _CALL_KEYS:
@@ -403,7 +415,7 @@ def _listed() -> Iterator[Mutant]:
         yield Mutant("replay/stepping.py", text, instead, test)
     for text, instead, test in _WRAPPER:
         yield Mutant("replay/wrapper.py", text, instead, test)
-    for file, text, instead, test in (*_CHECKS, *_SCHEDULES, *_KEPT, *_GUARDS, *_OFFLOADING, *_CHANNELS_LAST):
+    for file, text, instead, test in (*_CHECKS, *_SCHEDULES, *_KEPT, *_GUARDS, *_OFFLOADING, *_CHANNELS_LAST, *_CLOCKS):
         yield Mutant(file, text, instead, test)
     for text, instead, test in _SHARED:
         yield Mutant("auto/shared_captures.py", text, instead, test)

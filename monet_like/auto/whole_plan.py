@@ -18,7 +18,7 @@ from ..capture.example_inputs import input_specs, specs_in_words
 from ..capture.precision import weights_layout
 from ..compiler.layouts import in_faster_layout
 from ..compiler.pipeline import QUICK_SECONDS, compile_prepared, make_record, prepare
-from ..compiler.prepared import Prepared
+from ..compiler.prepared import Prepared, plain_seconds
 from ..compiler.progress import Progress, announce
 from ..compiler.request import Request, captured_for, in_autograd_order
 from ..compiler.sources import Cached
@@ -193,7 +193,7 @@ def _compiled(
             if faster is not None:
                 with suppress(InfeasibleError, SolverError, ProfileError):  # then as it is given
                     there, found = compiled(*faster)
-                    plain, seconds = eager or ready.plain.peak_bytes, ready.plain.seconds
+                    plain, seconds = eager or ready.plain.peak_bytes, plain_seconds(ready)
                     record = replace(found.record, plain_peak_bytes=plain, plain_seconds=seconds)
                     return record, _point(there, record)
             try:
@@ -249,7 +249,7 @@ def _plain_record(request: Request, ready: Prepared, limit: int, peak_bytes: int
         record,
         peak_bytes=peak_bytes,
         plain_peak_bytes=peak_bytes,
-        seconds=ready.plain.seconds,
+        seconds=record.plain_seconds,
         solver=PLAIN,
         run_bytes=(),
     )

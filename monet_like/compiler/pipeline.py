@@ -34,7 +34,7 @@ from ..profile.settings import versions
 from .costs import as_filed
 from .floor import check_floor, delays_cost
 from .labels import attention_of, summary_counts
-from .prepared import Prepared, prepared
+from .prepared import Prepared, launches, plain_seconds, prepared
 from .quick import Steps, priced, settled
 from .request import Request, captured_for, in_autograd_order
 
@@ -355,7 +355,13 @@ def make_record(request: Request, ready: Prepared, found: Plan, limit: int) -> S
     captured, profile, plain = ready.captured, ready.profile, ready.plain
     tensors = tensors_of(request.example)
     optimizer = ready.extra_bytes - ready.cublas_bytes
-    extra = found.report.peak_bytes - simulate(captured.program, found.schedule, ready.costs).peak_bytes
+    clock = launches(ready, planned=True)
+    alone = simulate(captured.program, found.schedule, ready.costs, launches=clock)
+    extra = found.report.peak_bytes - alone.peak_bytes
+    bound, gap = found.bound_seconds, found.gap
+    if clock is not None:  # every schedule waits for its first launch
+        bound += clock.start_seconds
+        gap = 1 - bound / alone.seconds
     return ScheduleRecord(
         schedule=found.schedule,
         model=request.expression or type(request.model).__name__,
@@ -366,13 +372,13 @@ def make_record(request: Request, ready: Prepared, found: Plan, limit: int) -> S
         device=profile.device,
         versions={**versions(), **_versions_of_kernels(captured)},
         peak_bytes=found.report.peak_bytes,
-        seconds=found.report.seconds,
+        seconds=alone.seconds,
         plain_peak_bytes=plain.peak_bytes,
-        plain_seconds=plain.seconds,
+        plain_seconds=plain_seconds(ready),
         solver=found.solver or found.found_by,
         status=found.status,
-        bound_seconds=found.bound_seconds if found.bound_kind != "none" else None,
-        gap=found.gap if found.bound_kind != "none" else None,
+        bound_seconds=bound if found.bound_kind != "none" else None,
+        gap=gap if found.bound_kind != "none" else None,
         bound_kind=found.bound_kind,
         solve_seconds=sum(found.stage_seconds.values()),
         ablation=request.ablation,

@@ -10,9 +10,10 @@ from ..ir.display import short_repr
 from ..ir.profile_file import Profile
 from ..ir.program import Cost
 from ..ir.schedule_file import ScheduleRecord
-from ..ir.simulate import Report
+from ..ir.simulate import Launches, Report
 from ..plan.baseline import plain_report
 from ..profile.cublas import multiplies
+from ..profile.launches import launches_of
 from .request import Request
 
 
@@ -27,7 +28,7 @@ class Prepared:
         extra_bytes: the optimizer's state, and cuBLAS's workspaces where plain PyTorch multiplies.
         cublas_bytes: of them the latter.
         variants_cublas_bytes: the workspaces where only variants multiply: for schedules that take one.
-        plain: the simulator's report on plain PyTorch's schedule.
+        plain: the simulator's report on plain PyTorch's schedule; its seconds are the device's alone.
         stage_seconds: wall seconds of capture and profile.
         guessed: keys of costs whose workspace was not measured at this batch, with the most bytes it may be.
     """
@@ -64,3 +65,15 @@ def with_workspaces_of(record: ScheduleRecord, ready: Prepared) -> Prepared:
         autograd_nodes=ready.captured.autograd_nodes,
     )  # fmt: skip
     return replace(ready, extra_bytes=optimizer + counted, cublas_bytes=counted, variants_cublas_bytes=0, plain=plain)
+
+
+def launches(ready: Prepared, *, planned: bool) -> Launches | None:
+    """The CPU's clock of a scheduled or of plain PyTorch's step; None where no times were measured on a GPU."""
+    program = ready.captured.program if planned else ready.captured.plain
+    return launches_of(program, ready.profile.device, planned=planned) if ready.plain.seconds else None
+
+
+def plain_seconds(ready: Prepared) -> float:
+    """Predicted time of plain PyTorch's step; on a GPU by its clock and the CPU's."""
+    captured, clock = ready.captured, launches(ready, planned=False)
+    return plain_report(captured.plain, ready.costs, 0, autograd_nodes=captured.autograd_nodes, launches=clock).seconds

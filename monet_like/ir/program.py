@@ -223,6 +223,11 @@ class Program:
         return len(found), sum(found)
 
     @property
+    def residents(self) -> int:
+        """Number of parameters and buffers."""
+        return sum(value.kind in ("parameter", "buffer") for value in self.values)
+
+    @property
     def buffer_bytes(self) -> int:
         """Bytes of all buffers."""
         return sum(value.bytes for value in self.values if value.kind == "buffer")

@@ -13,6 +13,8 @@ It shares no code with any planner and needs neither torch nor a solver. Its rul
 * Runs take place one after the other, and copies to and from the host one after the other: a copy begins when its
   run's turn has come and the copy before it has ended. Whether a run waits for it says `Task.copies`; who reads what a
   copy writes waits until it has ended. Without copies the time is the sum of the runs'.
+* On a GPU the CPU may have a clock, too (`Launches`): it launches the runs in order and waits for nothing, and a run
+  takes place when it is launched and its turn has come. Planners do not count this: they know the GPU's time alone.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ class Run:
         task: its name.
         slot: None in the forward, else the backward slot that it belongs to or prepares.
         bytes: memory while it runs: everything the step has allocated, workspace included.
-        seconds: its time, and that for which it waits for copies.
+        seconds: its time, and that for which it waits for copies and for its launch.
         again: a forward task run again.
     """
 
@@ -91,6 +93,19 @@ class Report:
         return max(self.steps, key=lambda step: step.bytes)
 
 
+@dataclass(frozen=True, slots=True)
+class Launches:
+    """The CPU's clock of a step on a GPU.
+
+    Attributes:
+        start_seconds: from the call to the first launch.
+        call_seconds: for each operator call of a task.
+    """
+
+    start_seconds: float
+    call_seconds: float
+
+
 @dataclass(slots=True)
 class _Turn:
     task: Task
@@ -121,7 +136,14 @@ def cost_of(task: Task, costs: Mapping[str, Cost]) -> Cost:
         ) from None
 
 
-def simulate(program: Program, schedule: Schedule, costs: Mapping[str, Cost], *, extra_bytes: int = 0) -> Report:
+def simulate(
+    program: Program,
+    schedule: Schedule,
+    costs: Mapping[str, Cost],
+    *,
+    extra_bytes: int = 0,
+    launches: Launches | None = None,
+) -> Report:
     """Simulate ``schedule``: check its rules, count bytes and add up seconds.
 
     Args:
@@ -129,11 +151,12 @@ def simulate(program: Program, schedule: Schedule, costs: Mapping[str, Cost], *,
         schedule: the tasks to run.
         costs: seconds and workspace of every task.
         extra_bytes: resident memory beyond the program's, such as optimizer state.
+        launches: the CPU's clock; None: whatever runs is launched in time.
 
     Raises:
         ScheduleError: the schedule breaks a rule; says which task and value.
     """
-    found = list(running(program, schedule, costs, extra_bytes=extra_bytes))
+    found = list(running(program, schedule, costs, extra_bytes=extra_bytes, launches=launches))
     steps = tuple(moment.step for moment in found)
     return Report(
         peak_bytes=max((step.bytes for step in steps), default=program.resident_bytes + extra_bytes),
@@ -164,7 +187,12 @@ class Running(NamedTuple):
 
 
 def running(
-    program: Program, schedule: Schedule, costs: Mapping[str, Cost], *, extra_bytes: int = 0
+    program: Program,
+    schedule: Schedule,
+    costs: Mapping[str, Cost],
+    *,
+    extra_bytes: int = 0,
+    launches: Launches | None = None,
 ) -> Iterator[Running]:
     """Every step of a schedule with what exists then; see `simulate`."""
     runs = _flatten(program, schedule)
@@ -172,7 +200,7 @@ def running(
     values = program.values
     alive: dict[int, int] = {}
     memory = program.resident_bytes + extra_bytes
-    engine = _Engine()
+    engine = _Engine(launches or Launches(0.0, 0.0))
     host = 0
     for index, run in enumerate(runs):
         if index == len(schedule.forward):  # the backward starts: its incoming gradients appear
@@ -199,16 +227,18 @@ def running(
 
 
 class _Engine:
-    """Clocks of the tasks and of the copies that overlap with them."""
+    """Clocks of the tasks, of the copies that overlap with them, and of the CPU that launches both."""
 
-    def __init__(self) -> None:
+    def __init__(self, launches: Launches) -> None:
         self.now = self.free = 0.0
         self.ends: dict[int, float] = {}
+        self.launched, self.call_seconds = launches.start_seconds, launches.call_seconds
 
     def run(self, task: Task, seconds: float) -> float:
         """Run a task of ``seconds``; returns by how much the clock advances."""
-        waits = max((self.ends.pop(value) - self.now for value in task.reads if value in self.ends), default=0.0)
-        spent = max(0.0, waits)
+        self.launched += self.call_seconds * len(task.calls)
+        ready = max((self.ends.pop(value) for value in task.reads if value in self.ends), default=0.0)
+        spent = max(0.0, ready - self.now, self.launched - self.now)
         if task.copies in ("whole", "start"):
             turn = max(0.0, self.free - (self.now + spent))
             self.free = self.now + spent + turn + seconds

@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import ScheduleError
 from ..ir.program import Cost, Program, Task
 from ..ir.schedule import Schedule, prune
-from ..ir.simulate import Report, simulate
+from ..ir.simulate import Launches, Report, simulate
 
 
 def store_all(program: Program) -> Schedule:
@@ -63,11 +63,16 @@ def _maker(program: Program, value: int, allowed: Any) -> int:
 
 
 def plain_report(
-    plain: Program, costs: Mapping[str, Cost], extra_bytes: int, *, autograd_nodes: Mapping[str, int]
+    plain: Program,
+    costs: Mapping[str, Cost],
+    extra_bytes: int,
+    *,
+    autograd_nodes: Mapping[str, int],
+    launches: Launches | None = None,
 ) -> Report:
     """The simulator on plain PyTorch's schedule: every operator once, everything kept until its last use."""
     program, schedule, eager = plain_step(plain, costs, autograd_nodes=autograd_nodes)
-    return simulate(program, schedule, eager, extra_bytes=extra_bytes)
+    return simulate(program, schedule, eager, extra_bytes=extra_bytes, launches=launches)
 
 
 def plain_step(

@@ -11,7 +11,7 @@ from ..capture.layers import OUTSIDE, layers_of, operator_of
 from ..ir.frames import frame
 from ..ir.program import RESIDENT_KINDS, Cost, Program
 from ..ir.schedule import Schedule, kept_values
-from ..ir.simulate import cost_of, running
+from ..ir.simulate import Launches, cost_of, running
 from ..ir.units import format_bytes, format_seconds
 from ..plan.baseline import plain_step
 
@@ -115,10 +115,16 @@ class Course:
         return first.bytes[_PLACE["kept"]] if first else 0
 
 
-def plain_course(captured: Captured, costs: Mapping[str, Cost], extra_bytes: int, cublas_bytes: int = 0) -> Course:
+def plain_course(
+    captured: Captured,
+    costs: Mapping[str, Cost],
+    extra_bytes: int,
+    cublas_bytes: int = 0,
+    launches: Launches | None = None,
+) -> Course:
     """Plain PyTorch's step, run by run."""
     program, schedule, eager = plain_step(captured.plain, costs, autograd_nodes=captured.autograd_nodes)
-    return course(captured, program, schedule, eager, extra_bytes, cublas_bytes)
+    return course(captured, program, schedule, eager, extra_bytes, cublas_bytes, launches)
 
 
 def course(
@@ -128,6 +134,7 @@ def course(
     costs: Mapping[str, Cost],
     extra_bytes: int,
     cublas_bytes: int = 0,
+    launches: Launches | None = None,
 ) -> Course:
     """A schedule's step, run by run, as the simulator counts it.
 
@@ -135,6 +142,7 @@ def course(
         program: of ``captured``: with its variants, or as it was before them.
         extra_bytes: resident memory beyond the program's; of it ``cublas_bytes`` are cuBLAS's workspaces, the rest is
             the optimizer's state.
+        launches: the CPU's clock; see `monet_like.ir.simulate.simulate`.
     """
     layers = layers_of(captured, program)
     values, places = program.values, _places(program, schedule)
@@ -142,7 +150,7 @@ def course(
     always += [(OUTSIDE, _PLACE["optimizer"], extra_bytes - cublas_bytes), (OUTSIDE, _PLACE["cublas"], cublas_bytes)]
     runs: list[Run] = []
     most, at_peak, begins = -1, always, 0.0
-    for step, task, alive, _ in running(program, schedule, costs, extra_bytes=extra_bytes):
+    for step, task, alive, _ in running(program, schedule, costs, extra_bytes=extra_bytes, launches=launches):
         layer = layers[task.writes[0]] if task.writes else OUTSIDE
         parts = [*always, *((layers[v], places[v], count) for v, count in alive.items() if v != task.overwrites)]
         if step.again:  # its results are no longer those that the forward kept

@@ -12,7 +12,7 @@ import torch
 from ..capture.absent_gpu.attention import attention_as
 from ..capture.precision import autocast_as
 from ..compiler.comparison import strategy_points
-from ..compiler.prepared import Prepared, with_workspaces_of
+from ..compiler.prepared import Prepared, launches, with_workspaces_of
 from ..compiler.request import Request
 from ..errors import UsageError
 from ..files import write_atomically
@@ -41,7 +41,10 @@ Told = Callable[..., None]
 def schedule_course(record: ScheduleRecord, ready: Prepared) -> Course:
     """The step of a schedule, run by run; ``ready`` counts as many workspaces as it does (`with_workspaces_of`)."""
     captured = ready.captured
-    return course(captured, captured.program, record.schedule, ready.costs, ready.extra_bytes, ready.cublas_bytes)
+    return course(
+        captured, captured.program, record.schedule, ready.costs, ready.extra_bytes, ready.cublas_bytes,
+        launches(ready, planned=True),
+    )  # fmt: skip
 
 
 def figures_of(
@@ -70,7 +73,9 @@ def figures_of(
     by_plain = record.cublas_bytes if multiplies(captured.plain.every_task()) else 0
     figures = Figures(
         record,
-        plain_course(captured, ready.costs, record.optimizer_bytes + by_plain, by_plain),
+        plain_course(
+            captured, ready.costs, record.optimizer_bytes + by_plain, by_plain, launches(ready, planned=False)
+        ),
         schedule_course(record, ready),
         ready.profile.device,
         _fronts(ready, request, record, front, progress) if front != "off" else {},

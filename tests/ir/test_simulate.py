@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
 
 from monet_like.errors import ProfileError, ScheduleError
-from monet_like.ir.program import Cost, Program, Runs, Task, Value
+from monet_like.ir.program import Call, Cost, Program, Runs, Task, Value
 from monet_like.ir.schedule import Schedule
-from monet_like.ir.simulate import simulate
+from monet_like.ir.simulate import Launches, simulate
 
 W, X, A, B, C, S, GC, GB, GA, GW = range(10)
 
@@ -82,6 +83,62 @@ def test_report_sums() -> None:
     assert (report.peak_bytes, report.seconds, report.rerun_seconds) == (1256, 24.0, 3.0)
     assert report.peak_step.task == "ba"
     assert [step.slot for step in report.steps] == [None, None, None, 0, 0, 0, 1, 2]
+
+
+STORE_ALL = Schedule((0, 1, 3), ((), (), ()), (0, 0, 0))
+
+
+def with_calls(program: Program, counts: dict[str, int]) -> Program:
+    """The program with as many operator calls in each task as ``counts`` has under its cost."""
+
+    def made(task: Task) -> Task:
+        return replace(task, calls=(Call("aten.relu.default", (), (), ()),) * counts[task.cost])
+
+    slots = tuple(tuple(map(made, slot)) for slot in program.slots)
+    return replace(program, tasks=tuple(map(made, program.tasks)), slots=slots)
+
+
+@pytest.mark.parametrize(
+    ("start", "call", "spent"),
+    [
+        # The GPU is the slower one: it waits for the first launch, at 10 + 2 * 0.25, and for nothing else.
+        (10.0, 0.25, [11.5, 2.0, 3.0, 4.0, 5.0, 6.0]),
+        # The CPU is: launched at 20, 30, 60, 80, 90 and 110, and each has ended before the next.
+        (0.0, 10.0, [21.0, 11.0, 31.0, 21.0, 11.0, 21.0]),
+        # Launched at 3, 4.5, 9, 12, 13.5 and 16.5: tb waits until 4.5, tc until 9; from then on the GPU is behind.
+        (0.0, 1.5, [4.0, 2.5, 5.5, 4.0, 5.0, 6.0]),
+        (0.0, 0.0, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]),
+    ],
+)
+def test_a_run_takes_place_when_it_is_launched_and_its_turn_has_come(
+    start: float, call: float, spent: list[float]
+) -> None:
+    program, costs = chain()
+    program = with_calls(program, {"ta": 2, "tb": 1, "tc": 3, "bc": 2, "bb": 1, "ba": 2})
+    found = simulate(program, STORE_ALL, costs, launches=Launches(start, call))
+    alone = simulate(program, STORE_ALL, costs)
+    assert [step.seconds for step in found.steps] == spent and found.seconds == sum(spent)
+    assert [step.bytes for step in found.steps] == [step.bytes for step in alone.steps] and alone.seconds == 21.0
+
+
+def test_two_clocks_end_with_the_last_stretch_without_a_wait() -> None:
+    """At some launch the GPU waits for the last time: what is left then runs without a gap. So the step's end is the
+    latest of the launches, each with all that runs from there.
+    """
+    rng = random.Random(3)
+    waited = 0
+    for _ in range(200):
+        program, costs = chain()
+        counts = {name: rng.randint(0, 4) for name in costs}
+        costs = {name: Cost(rng.choice((0.0, 0.5, 2.0, 8.0))) for name in costs}
+        start, call = rng.choice((0.0, 3.0)), rng.choice((0.0, 0.5, 2.0))
+        order = ["ta", "tb", "tc", "bc", "bb", "ba"]
+        left = [sum(costs[name].seconds for name in order[k:]) for k in range(6)]
+        launched = [start + call * sum(counts[name] for name in order[: k + 1]) for k in range(6)]
+        found = simulate(with_calls(program, counts), STORE_ALL, costs, launches=Launches(start, call)).seconds
+        assert found == max(at + rest for at, rest in zip(launched, left, strict=True))
+        waited += found > max(left[0] + launched[0], launched[-1] + left[-1])
+    assert waited > 20  # neither the GPU nor the CPU alone decides
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from monet_like.cli.commands import inspect_command, schedule_command, solve_com
 from monet_like.errors import MonetError
 from monet_like.ir.program import Cost, Program, Task, Value
 from monet_like.ir.schedule import Schedule
-from monet_like.ir.simulate import cost_of, simulate
+from monet_like.ir.simulate import Launches, cost_of, simulate
 from monet_like.ir.units import MIB
 from monet_like.plan import plan
 from monet_like.plan.baseline import store_all
@@ -218,13 +218,17 @@ def test_two_clocks_by_hand() -> None:
     assert report.host_bytes == 50
 
 
-def longest_path(program: Program, schedule: Schedule, costs: dict[str, Cost]) -> float:
+def longest_path(
+    program: Program, schedule: Schedule, costs: dict[str, Cost], launches: Launches | None = None
+) -> float:
     """The step's seconds by another way than `simulate`'s: the longest path through what waits for what."""
     tasks = [program.tasks[p] for p in schedule.forward]
     for slot, again in enumerate(schedule.again):
         tasks += [*(program.tasks[p] for p in again), program.slots[slot][schedule.ways[slot]]]
     nodes: list[tuple[float, list[int]]] = [(0.0, [])]  # seconds, and what has to be over before
+    start, call = (launches.start_seconds, launches.call_seconds) if launches else (0.0, 0.0)
     run = copy = 0
+    launched = -1
     writer: dict[int, int] = {}
 
     def node(seconds: float, *before: int) -> int:
@@ -232,7 +236,8 @@ def longest_path(program: Program, schedule: Schedule, costs: dict[str, Cost]) -
         return len(nodes) - 1
 
     for task in tasks:
-        ready = node(0.0, run, *(writer[v] for v in task.reads if v in writer))
+        launched = node(len(task.calls) * call, launched) if launched > 0 else node(start + len(task.calls) * call)
+        ready = node(0.0, run, launched, *(writer[v] for v in task.reads if v in writer))
         seconds = cost_of(task, costs).seconds
         done = node(seconds, ready, copy) if task.copies in ("whole", "start") else node(seconds, ready)
         copy = done if task.copies in ("whole", "start") else copy
@@ -254,8 +259,10 @@ def test_the_simulated_time_is_the_longest_path(name: str) -> None:
     for seed in range(12):
         costs = {task.cost: Cost(rng.choice((0.1, 1.0, 5.0))) for task in program.every_task() if task.cost}
         schedule = random_schedule(program, seed, drop=0.6, others=0.7)
+        for launches in (None, Launches(2.0, 0.05), Launches(0.0, 0.5)):
+            report = simulate(program, schedule, costs, launches=launches)
+            assert report.seconds == pytest.approx(longest_path(program, schedule, costs, launches), rel=1e-12)
         report = simulate(program, schedule, costs)
-        assert report.seconds == pytest.approx(longest_path(program, schedule, costs), rel=1e-12)
         runs = [program.tasks[p] for p in (*schedule.forward, *(p for tasks in schedule.again for p in tasks))]
         runs += [slot[way] for slot, way in zip(program.slots, schedule.ways, strict=True)]
         total = sum(cost_of(task, costs).seconds for task in runs)

@@ -29,6 +29,7 @@ from ...ir.simulate import simulate
 from ...ir.units import GIB, parse_budget
 from ...plan.ilp.search import Search
 from ...profile.devices import DEVICES, DeviceLimits
+from ...profile.launches import launches_of
 from ...profile.roofline import ROOFLINE_VERSION
 from ...zoo.catalogue import CATALOGUE, MODE, PROFILES, Entry
 from ...zoo.model_file import SUFFIX
@@ -311,7 +312,8 @@ def verify(registry: Registry, listed: Listed, *, simulated: bool = True) -> Non
             f"(made with {listed.torch}); build the zoo again"
         )
     costs = _costs(registry, listed)
-    report = simulate(captured.program, record.schedule, costs, extra_bytes=record.extra_bytes)
+    launches = launches_of(captured.program, record.device, planned=True)
+    report = simulate(captured.program, record.schedule, costs, extra_bytes=record.extra_bytes, launches=launches)
     if report.peak_bytes > record.budget_bytes:
         raise ScheduleFileError(f"{listed.full_name} takes {report.peak_bytes} bytes, more than its budget")
     if report.peak_bytes != listed.peak_bytes or abs(report.seconds - listed.seconds) > 1e-9 * listed.seconds:
