@@ -84,12 +84,18 @@ def captured_from(profile: Profile, model: str, inputs: str, autocast: str, mode
     read = re.fullmatch(r"(\w+)\[(\d+(?:,\d+)*)\]", inputs.replace(" ", ""))
     if read is None:
         raise click.ClickException(f"--inputs {inputs!r} is no dtype and shape; give it as float32[184,3,224,224]")
-    example = example_of((InputSpec(tuple(map(int, read[2].split(","))), read[1]),), torch.device("cpu"))
+    spec = InputSpec(tuple(map(int, read[2].split(","))), read[1])
+    return captured_on(limits, model, spec, autocast, mode), limits
+
+
+def captured_on(limits: DeviceLimits, model: str, spec: InputSpec, autocast: str, mode: str) -> Captured:
+    """A model's step as captured on a card that is not here."""
+    example = example_of((spec,), torch.device("cpu"))
     with torch.device("meta"):
         module = build_model(model).module
     target = torch.device("cuda", 0)
     request = Request(module, example, mode, autocast=autocast, target=target, capability=limits.capability)
-    return captured_for(request, example), limits
+    return captured_for(request, example)
 
 
 def profile_options(mode: str) -> Callable[[_Command], _Command]:
