@@ -57,16 +57,21 @@ class Told:
     waits: Waits
 
     @property
+    def sums(self) -> tuple[float, float]:
+        """Seconds of the operators of plain PyTorch's step and of the plan's."""
+        row = self.row
+        return row.predicted_plain_seconds - row.plain_start_seconds, row.predicted_seconds - row.start_seconds
+
+    @property
     def scale(self) -> float:
         """Measured seconds of plain PyTorch's step for a predicted one, on two clocks."""
-        return self.plain_seconds / (self.row.predicted_plain_seconds + self.waits.plain_seconds)
+        return self.plain_seconds / (self.sums[0] + self.waits.plain_seconds)
 
     @property
     def predictions(self) -> tuple[float, float, float]:
         """The sum of the operators; scaled; by two clocks and scaled."""
-        alone = self.row.predicted_seconds
-        scaled = alone * self.plain_seconds / self.row.predicted_plain_seconds
-        return alone, scaled, (alone + self.waits.seconds) * self.scale
+        plain, alone = self.sums
+        return alone, alone * self.plain_seconds / plain, (alone + self.waits.seconds) * self.scale
 
     @property
     def errors(self) -> tuple[float, ...]:
@@ -106,7 +111,7 @@ def fitted(rows: Sequence[Told]) -> tuple[float, float]:
     """Seconds before the first launch, and there for each resident, by least squares of relative errors."""
     scales = np.array([each.scale / each.row.seconds for each in rows])
     residents = np.array([each.waits.residents for each in rows])
-    missing = 1 - scales * [each.row.predicted_seconds for each in rows]
+    missing = 1 - scales * [each.sums[1] for each in rows]
     (start, resident), *_ = np.linalg.lstsq(np.stack((scales, scales * residents), 1), missing, rcond=None)
     return float(start), float(resident)
 

@@ -41,6 +41,7 @@ from monet_like.ir.profile_file import Profile
 from monet_like.ir.schedule_file import InputSpec, ScheduleRecord
 from monet_like.models import build_model
 from monet_like.profile.devices import device_name, device_slug, known_limits, machine_at
+from monet_like.profile.launches import launches_of
 from monet_like.replay.memory.allocator import place_memory, reserve
 from monet_like.replay.memory.arena import RECORDED
 from monet_like.replay.verify.comparison import Tensors
@@ -129,6 +130,7 @@ class Replay:
             PyTorch's, by `monet_like.replay.verify.comparison`.
         reserved_bytes: by the caching allocator, which had one block to begin with.
         placed_reserved_bytes, placed_seconds: the same, and the step, after `monet_like.place_memory`; 0: not compiled.
+        plain_start_seconds, start_seconds: what both predictions have of the CPU's time before the first launch.
     """
 
     file: str
@@ -150,6 +152,8 @@ class Replay:
     wrong: str = ""
     placed_reserved_bytes: int = 0
     placed_seconds: float = 0.0
+    plain_start_seconds: float = 0.0
+    start_seconds: float = 0.0
 
     @property
     def key(self) -> tuple[str, str]:
@@ -283,8 +287,17 @@ def replay(name: str, record: ScheduleRecord, plain: Plain, steps: int) -> Repla
         name, "measured", record.model, record.inputs[0].shape[0], record.budget_bytes, record.device,
         plain.peak_bytes + record.extra_bytes, peak + record.extra_bytes, record.peak_bytes, reserved, seconds[0],
         seconds[1], record.plain_seconds, record.seconds,
-        error, plain.rounding, wrong, *placed,
+        error, plain.rounding, wrong, *placed, *starts(plain.captured(record), record.device),
     )  # fmt: skip
+
+
+def starts(captured: Captured, device: str) -> Iterator[float]:
+    """Seconds before the first launch, as they are predicted for plain PyTorch and for a schedule from costs of
+    ``device``.
+    """
+    for program, planned in ((captured.plain, False), (captured.program, True)):
+        launches = launches_of(program, device, planned=planned)
+        yield launches.start_seconds if launches else 0.0
 
 
 def measured_placed(scheduled: ScheduleWrapper, wrapped: nn.Module, plain: Plain, steps: int) -> tuple[int, float]:

@@ -3,27 +3,43 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
 from benchmarks.two_clocks import Told, Waits, fitted, is_near, left_out, summary
-from scripts.gpu_check import Replay
+from monet_like.capture.lower.step import capture
+from monet_like.profile.launches import HOST_PACES
+from scripts.gpu_check import Replay, starts
 
 
-def made(residents: int, alone: float, start: float = 0.002, resident: float = 1e-5, slower: float = 1.02) -> Told:
-    """A step that takes ``slower`` times the operators and the wait for the first launch."""
-    wait = start + resident * residents
+def made(residents: int, alone: float, start: float = 0.002, resident: float = 1e-5, counted: float = 0.0) -> Told:
+    """A step that takes 2 % more than the operators and the wait for the first launch; ``counted``: what its
+    predictions have of such waits.
+    """
+    wait, slower = start + resident * residents, 1.02
     row = Replay(
-        f"net_{residents}", "measured", f"net_{residents}", seconds=slower * (alone + wait), predicted_seconds=alone,
-        predicted_plain_seconds=0.1,
+        f"net_{residents}", "measured", f"net_{residents}", seconds=slower * (alone + wait),
+        predicted_seconds=alone + 3 * counted, predicted_plain_seconds=0.1 + counted, plain_start_seconds=counted,
+        start_seconds=3 * counted,
     )  # fmt: skip
     return Told(row, slower * (0.1 + 1e-4), Waits(1e-4, wait, residents))
 
 
 def test_a_wait_for_the_first_launch_is_found() -> None:
-    rows = [made(residents, alone) for residents, alone in ((32, 0.1), (320, 0.06), (64, 0.3), (400, 0.08))]
+    rows = [made(residents, alone) for residents, alone in ((32, 0.1), (320, 0.06), (64, 0.3))]
+    rows.append(made(400, 0.08, counted=0.001))
     assert fitted(rows) == pytest.approx((0.002, 1e-5))
     for row in rows:
         assert row.errors[2] == pytest.approx(0, abs=1e-12)
         assert row.errors[0] < row.errors[1] < -0.005
+
+
+def test_the_gpu_check_writes_what_predictions_have_of_it() -> None:
+    captured = capture(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), (torch.randn(2, 4),))
+    assert tuple(starts(captured, "roofline:h200")) == tuple(starts(captured, "cpu: some, 2 threads")) == (0.0, 0.0)
+    plain, planned = starts(captured, "cuda: NVIDIA H200")
+    assert plain == HOST_PACES["plain"].start_seconds
+    assert planned == HOST_PACES["planned"].start_seconds + 4 * HOST_PACES["planned"].resident_seconds
 
 
 def test_a_net_is_left_out_of_its_own_constants() -> None:
