@@ -54,6 +54,7 @@ from monet_like.inductor.prices import device_of, measured_cost, operations_of
 from monet_like.ir.program import Cost
 from monet_like.ir.schedule import Schedule
 from monet_like.job.job import Job
+from monet_like.plan.instance import Instance
 from monet_like.plan.local_search.searcher import smallest_known
 from monet_like.plan.result import Plan
 from monet_like.profile.devices import device_name
@@ -95,7 +96,7 @@ class Planner(PlannedPartitioner):
     def _plan_calls(self, kernels: Any, costs: Mapping[str, Cost], budget: int) -> tuple[Plan, int]:
         program = kernels.program
         if self.least:
-            known = smallest_known(program, costs, evaluations=LEAST_EVALUATIONS)
+            known = smallest_known(Instance(program, costs), evaluations=LEAST_EVALUATIONS)
             assert known is not None
             budget, self.start = int(known[1].peak_bytes * ABOVE_LEAST), {"start": known[0]}
         found = self._plan(program, costs, budget, **self.start)

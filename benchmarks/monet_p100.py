@@ -22,6 +22,7 @@ from monet_like.errors import MonetError, SolverError
 from monet_like.ir.defaults import MODE
 from monet_like.ir.schedule import Schedule
 from monet_like.plan.ilp.search import Search
+from monet_like.plan.instance import Instance
 from monet_like.plan.local_search.searcher import find_start
 from monet_like.plan.result import Plan
 
@@ -78,7 +79,7 @@ def plan_by_rules(
         refused.clear()
 
     for seed in range(MOST_TRIALS):
-        trial = find_start(table.program, costs, budget_bytes, seed=seed, evaluations=20_000)
+        trial = find_start(Instance(table.program, costs), budget_bytes, seed=seed, evaluations=20_000)
         if trial is None or allowed(trial):
             break
         reprice()

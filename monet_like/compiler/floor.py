@@ -14,9 +14,9 @@ from ..ir.program import FREE, Cost
 from ..ir.schedule import Schedule
 from ..ir.simulate import Report
 from ..ir.units import format_apart, format_bytes
-from ..plan.analysis import floor_bytes
 from ..plan.baseline import plain_report
 from ..plan.ilp.lowest_peak import smallest_known_budget
+from ..plan.instance import Instance
 from ..profile.devices import device_name
 from ..profile.settings import changed_settings, settings_of
 from .costs import measured_costs, to_profile
@@ -45,7 +45,7 @@ def check_floor(
     """
     free = {task.cost: FREE for task in captured.every_task()}
     optimizer = request.optimizer_bytes
-    least, step = floor_bytes(captured.program, free, optimizer)
+    least, step = Instance(captured.program, free, optimizer).floor
     told = "nothing was measured"
     plain = plain_report(captured.plain, free, optimizer, autograd_nodes=captured.autograd_nodes)
     if isinstance(budget, int):
@@ -88,5 +88,5 @@ def delays_cost(request: Request, captured: Captured, costs: Mapping[str, Cost])
     if request.made_last is not None or not captured.made_last:
         return False
     most = plain_report(captured.plain, costs, 0, autograd_nodes=captured.autograd_nodes).peak_bytes
-    most = min(most, int((1 + LEAST_GAIN) * floor_bytes(captured.plain, costs)[0]))
-    return floor_bytes(captured.program, costs)[0] > most
+    most = min(most, int((1 + LEAST_GAIN) * Instance(captured.plain, costs).floor[0]))
+    return Instance(captured.program, costs).floor[0] > most

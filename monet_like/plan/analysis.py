@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import inf
 
-from ..ir.program import Cost, Program, Task
-from ..ir.simulate import cost_of
+from ..ir.program import Program, Task
 from ..ir.units import MIB
 
 
@@ -33,6 +32,11 @@ class Needs:
     first: tuple[int, ...]
     rerun: tuple[bool, ...]
     groups: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def group_of(self) -> dict[int, int]:
+        """For every task, the number of its group."""
+        return {p: g for g, group in enumerate(self.groups) for p in group}
 
 
 NEVER = 1 << 30
@@ -87,12 +91,6 @@ def _rerun_stages(program: Program) -> list[int]:
     return [slot + 1 for slot in sorted(stages)]
 
 
-def net_workspace(program: Program, costs: Mapping[str, Cost], task: Task) -> int:
-    """Bytes that a task takes beyond the values it reads and writes, less the storage that it takes over."""
-    taken = 0 if task.overwrites is None else program.values[task.overwrites].bytes
-    return cost_of(task, costs).workspace_bytes - taken
-
-
 def pinned_values(program: Program, pin_bytes: int) -> frozenset[int]:
     """Values of at most ``pin_bytes``, which a restricted search always keeps and always counts."""
     excluded = set(program.outputs) | {task.overwrites for task in program.every_task()}
@@ -130,43 +128,6 @@ def _groups(tasks: tuple[Task, ...]) -> tuple[tuple[int, ...], ...]:
 def _exchangeable(first: Task, second: Task) -> bool:
     one, two = set(first.writes), set(second.writes)
     return bool(one) and bool(two) and (one <= two or two <= one) and not one & set(second.reads)
-
-
-def dominated_tasks(program: Program, costs: Mapping[str, Cost], groups: Iterable[tuple[int, ...]]) -> frozenset[int]:
-    """Tasks that another task of their group replaces in every schedule, at no more seconds and bytes."""
-    found: set[int] = set()
-    for group in groups:
-        for p in reversed(group):  # of equals, the first stays
-            found.update(p for q in group if q != p and q not in found and _replaces(program, costs, q, p))
-    return frozenset(found)
-
-
-def _replaces(program: Program, costs: Mapping[str, Cost], q: int, p: int) -> bool:
-    better, worse = program.tasks[q], program.tasks[p]
-    return (
-        better.writes == worse.writes
-        and better.overwrites == worse.overwrites
-        and better.runs in ("both", worse.runs)
-        and set(program.forward_reads(better)) <= set(program.forward_reads(worse))
-        and cost_of(better, costs).seconds <= cost_of(worse, costs).seconds
-        and cost_of(better, costs).workspace_bytes <= cost_of(worse, costs).workspace_bytes
-    )
-
-
-def useful_ways(program: Program, costs: Mapping[str, Cost], slot: int, possible: Iterable[int]) -> tuple[int, ...]:
-    """The possible ways of a slot without those that another way replaces at no more seconds and bytes."""
-    ways = program.slots[slot]
-
-    def price(k: int) -> tuple[float, int, set[int]]:
-        seconds, extra = cost_of(ways[k], costs).seconds, net_workspace(program, costs, ways[k])
-        return seconds, extra, set(program.forward_reads(ways[k]))
-
-    kept: list[int] = []
-    for k in sorted(possible, key=lambda k: (price(k)[0], price(k)[1], len(price(k)[2]), k)):
-        one = price(k)
-        if not any(other[1] <= one[1] and other[2] <= one[2] for other in map(price, kept)):
-            kept.append(k)
-    return tuple(sorted(kept))
 
 
 @dataclass(frozen=True)
@@ -217,61 +178,3 @@ def find_backward_bytes(program: Program) -> BackwardBytes:
         for index, slot in enumerate(program.slots)
     )
     return BackwardBytes(tuple(before), during, possible)
-
-
-def floor_bytes(program: Program, costs: Mapping[str, Cost], extra_bytes: int = 0) -> tuple[int, str]:
-    """A lower bound of every schedule's peak memory, and the name of the backward task that takes it.
-
-    It is the memory of the largest backward slot by itself, in its smallest way, with nothing else kept.
-    """
-    backward = find_backward_bytes(program)
-    outputs = set(program.outputs)
-    base = program.resident_bytes + extra_bytes + sum(program.values[v].bytes for v in outputs)
-
-    def own_bytes(way: Task) -> int:
-        read = sum(program.values[v].bytes for v in set(program.forward_reads(way)) - outputs)
-        return read + net_workspace(program, costs, way)
-
-    found = (base, "")
-    for slot, ways in enumerate(program.slots):
-        least = base + backward.during[slot] + min(own_bytes(ways[k]) for k in backward.possible[slot])
-        found = max(found, (least, ways[0].name), key=lambda item: item[0])
-    return found
-
-
-def fitting_runs(
-    program: Program, costs: Mapping[str, Cost], budget_bytes: int, extra_bytes: int = 0
-) -> tuple[frozenset[int], ...]:
-    """For every slot, the tasks whose rerun before it fits into the budget in some schedule.
-
-    A rerun takes at least what it reads and writes, and the values that are alive then in every schedule: a later
-    slot reads them in all its ways, and no rerun in between can make them. Every rerun that is ruled out may add such
-    values, so this is repeated until nothing changes.
-    """
-    needs, backward = find_needs(program), find_backward_bytes(program)
-    outputs, count = set(program.outputs), len(program.slots)
-    size = [value.bytes for value in program.values]
-    base = program.resident_bytes + extra_bytes + sum(size[v] for v in outputs)
-    reads = [set(program.forward_reads(task)) - outputs for task in program.tasks]
-    alone = [
-        sum(size[v] for v in {*reads[p], *task.writes}) + net_workspace(program, costs, task)
-        for p, task in enumerate(program.tasks)
-    ]
-    stages = {stage - 1 for stage in needs.stages}
-    candidates = {p for p, again in enumerate(needs.rerun) if again}
-    fitting = [set(candidates) if slot in stages else set() for slot in range(count)]
-    forced = [
-        set.intersection(*(set(program.forward_reads(ways[k])) for k in backward.possible[slot])) - outputs
-        for slot, ways in enumerate(program.slots)
-    ]
-    while True:
-        count_before = sum(map(len, fitting))
-        beyond: set[int] = set()
-        for slot in reversed(range(count)):
-            beyond = (beyond | forced[slot]) - {v for p in fitting[slot] for v in program.tasks[p].writes}
-            free = budget_bytes - base - backward.before[slot] - sum(size[v] for v in beyond)
-            for p in tuple(fitting[slot]):
-                if alone[p] - sum(size[v] for v in reads[p] & beyond) > free or program.tasks[p].overwrites in beyond:
-                    fitting[slot].discard(p)
-        if sum(map(len, fitting)) == count_before:
-            return tuple(map(frozenset, fitting))

@@ -13,9 +13,9 @@ from ..errors import InfeasibleError, SolverError
 from ..ir.program import Cost, Program
 from ..ir.schedule import Schedule
 from . import plan
-from .analysis import floor_bytes
 from .ilp.lowest_peak import Smallest, find_lowest, find_quickly
 from .ilp.search import find_within
+from .instance import Instance
 from .local_search.searcher import smallest_known
 from .result import Plan
 from .subprogram import plans_without_overlap, plans_without_refused
@@ -45,8 +45,9 @@ def largest_size(fits: Callable[[int], bool], begin: int = 1, *, powers: bool = 
 @plans_without_overlap
 def lowest_quickly(program: Program, costs: Mapping[str, Cost], *, extra_bytes: int = 0) -> Smallest | None:
     """The schedule with the lowest peak that a plan falls back to where nothing fits; so a plan within it is found."""
-    known = smallest_known(program, costs, extra_bytes=extra_bytes)
-    return known and Smallest(*known, floor_bytes(program, costs, extra_bytes)[0])
+    instance = Instance(program, costs, extra_bytes)
+    known = smallest_known(instance)
+    return known and Smallest(*known, instance.floor[0])
 
 
 @plans_without_refused
@@ -73,13 +74,11 @@ def smallest_budget(
     known = lowest_quickly(program, costs, extra_bytes=extra_bytes)
     if known is None:
         raise SolverError("the search found no schedule of this program at all")
+    instance = Instance(program, costs, extra_bytes)
     return find_lowest(
-        program,
-        costs,
+        instance,
         known,
-        lambda budget, seconds: find_within(program, costs, budget, seconds, solver, extra_bytes),
-        extra_bytes=extra_bytes,
-        solver=solver,
+        lambda budget, seconds: find_within(instance, budget, seconds, solver),
         seconds=time_limit_seconds - (time.monotonic() - started),
     )
 
@@ -172,5 +171,5 @@ def percent_per_tenth(points: Sequence[FrontPoint]) -> tuple[float | None, ...]:
 @plans_without_overlap
 def fits(program: Program, costs: Mapping[str, Cost], budget_bytes: int, *, extra_bytes: int = 0) -> Schedule | None:
     """A schedule within the budget, however slow its step, if one is found in seconds; see `find_quickly`."""
-    found = find_quickly(program, costs, budget_bytes, extra_bytes=extra_bytes)
+    found = find_quickly(Instance(program, costs, extra_bytes), budget_bytes)
     return found.schedule if found is not None and found.report.peak_bytes <= budget_bytes else None

@@ -22,7 +22,8 @@ from typing import Any, TypeVar, cast
 from ..errors import InfeasibleError, ScheduleError, SolverError
 from ..ir.program import Cost, Program
 from ..ir.schedule import Schedule
-from ..ir.simulate import Report, simulate
+from ..ir.simulate import Report
+from .instance import Instance
 from .result import Plan
 from .subprogram import has_overlap, without_overlap
 
@@ -47,13 +48,13 @@ def plans_with_copies(strategy: Strategy) -> Strategy:
     def planned(program: Program, costs: Mapping[str, Cost], budget_bytes: int, **settings: Any) -> Plan:
         if not has_overlap(program):
             return strategy(program, costs, budget_bytes, **settings)
-        start, extra_bytes = settings.pop("start", None), settings.get("extra_bytes", 0)
+        start, instance = settings.pop("start", None), Instance(program, costs, settings.get("extra_bytes", 0))
         if "time_limit_seconds" in settings:
             settings["time_limit_seconds"] /= len(PRICES)
         copying = {task.cost for task in program.tasks if task.copies}
         best: Plan | None = None
         if start is not None:
-            report = simulate(program, start, costs, extra_bytes=extra_bytes)
+            report = instance.simulate(start)
             best = Plan(start, report, "feasible", found_by="start") if report.peak_bytes <= budget_bytes else None
         failure: InfeasibleError | SolverError | None = None
         seconds: dict[str, float] = {}
@@ -69,7 +70,7 @@ def plans_with_copies(strategy: Strategy) -> Strategy:
             except (InfeasibleError, SolverError) as error:
                 failure = error
                 continue
-            schedule, report = hide(program, small.whole(found.schedule), costs, budget_bytes, extra_bytes)
+            schedule, report = hide(instance, small.whole(found.schedule), budget_bytes)
             seconds = {name: seconds.get(name, 0.0) + spent for name, spent in found.stage_seconds.items()}
             if best is None or report.seconds < best.report.seconds:
                 best = Plan(
@@ -86,17 +87,15 @@ def plans_with_copies(strategy: Strategy) -> Strategy:
     return cast(Strategy, planned)
 
 
-def hide(
-    program: Program, schedule: Schedule, costs: Mapping[str, Cost], budget_bytes: int, extra_bytes: int = 0
-) -> tuple[Schedule, Report]:
+def hide(instance: Instance, schedule: Schedule, budget_bytes: int) -> tuple[Schedule, Report]:
     """Overlap the schedule's copies with computing, as far as that makes it faster within the budget."""
-    report = simulate(program, schedule, costs, extra_bytes=extra_bytes)
-    for moves in _moves(program, schedule):
+    report = instance.simulate(schedule)
+    for moves in _moves(instance.program, schedule):
         best = schedule, report
         for move in moves:
             try:
                 moved = move(schedule)
-                judged = simulate(program, moved, costs, extra_bytes=extra_bytes)
+                judged = instance.simulate(moved)
             except ScheduleError:  # the same value is fetched twice: the two copies would overlap
                 continue
             if judged.peak_bytes <= budget_bytes and judged.seconds < best[1].seconds - LEAST_GAIN * report.seconds:

@@ -8,31 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..ir.program import Cost, Program, Task
-from ..ir.simulate import cost_of
+from ..ir.program import Task
 from ..solvers.matrix import ONE, Builder, Expr, total
-from .analysis import dominated_tasks, find_backward_bytes, find_needs, net_workspace, useful_ways
+from .instance import Instance
 
 
 class Rows:
-    """The decisions of one program, its costs and a budget. Subclasses say what runs in a stage and what ends it."""
+    """The decisions of one instance within a budget. Subclasses say what runs in a stage and what ends it."""
 
-    def __init__(self, program: Program, costs: Mapping[str, Cost], budget_bytes: int, extra_bytes: int) -> None:
-        self.program, self.costs, self.budget = program, costs, budget_bytes
-        self.needs, self.backward = find_needs(program), find_backward_bytes(program)
-        self.builder, self.outputs = Builder(), frozenset(program.outputs)
-        self.dominated = dominated_tasks(program, costs, self.needs.groups)
-        self.group_of = {p: g for g, group in enumerate(self.needs.groups) for p in group}
+    def __init__(self, instance: Instance, budget_bytes: int) -> None:
+        self.instance, self.budget, self.builder = instance, budget_bytes, Builder()
+        self.program = program = instance.program
+        self.needs, self.backward, self.sizes = instance.needs, instance.backward, instance.sizes
+        self.group_of = instance.needs.group_of
+        self.outputs, self.dominated = frozenset(program.outputs), instance.dominated_tasks
         #: For every value, the forward tasks that read it.
         self.readers: list[list[int]] = [[] for _ in program.values]
         for p, task in enumerate(program.tasks):
             for v in set(task.reads):
                 self.readers[v].append(p)
-        self.sizes = [value.bytes for value in program.values]
         #: Resident throughout the step, in bytes; outputs come on top.
-        self.resident = program.resident_bytes + extra_bytes
-        self.output_bytes = sum(self.sizes[v] for v in self.outputs)
-        seconds = [cost_of(task, costs).seconds for group in (program.tasks, *program.slots) for task in group]
+        self.resident, self.output_bytes = instance.resident_bytes, instance.output_bytes
+        seconds = [instance.cost_of(task).seconds for task in program.every_task()]
         #: Objective unit: about a thousandth of the step, so that solver tolerances mean the same for every model.
         self.seconds_per_unit = (sum(seconds) or 1.0) / 1000
         self._alive: dict[tuple[int, int, int], Expr] = {}
@@ -47,12 +44,12 @@ class Rows:
         raise NotImplementedError
 
     def _units(self, task: Task) -> float:
-        return cost_of(task, self.costs).seconds / self.seconds_per_unit
+        return self.instance.cost_of(task).seconds / self.seconds_per_unit
 
     def _choose_way(self, slot: int) -> dict[int, Expr]:
         """Columns w of the useful ways of a slot, of which one is taken; the constant 1 of the only one."""
         ways = self.program.slots[slot]
-        useful = useful_ways(self.program, self.costs, slot, self.backward.possible[slot])
+        useful = self.instance.useful_ways(slot)
         if len(useful) == 1:
             self.builder.offset += self._units(ways[useful[0]])
             return {useful[0]: ONE}
@@ -71,7 +68,7 @@ class Rows:
     def _extra_of_ways(self, slot: int, chosen: Mapping[int, Expr]) -> Expr:
         """The bytes that the way of a slot takes beyond the values it reads and writes."""
         ways = self.program.slots[slot]
-        return total(taken * net_workspace(self.program, self.costs, ways[k]) for k, taken in chosen.items())
+        return total(taken * self.instance.net_workspace(ways[k]) for k, taken in chosen.items())
 
     def _reader_groups(self, v: int, stage: int) -> list[int]:
         """The groups of the tasks that may read a value in a stage."""
@@ -109,10 +106,5 @@ class Rows:
 
     def _running_bytes(self, group: int, stage: int) -> list[Expr]:
         """The bytes that the tasks of a group write and work with in a stage; none if no such task can run."""
-        found = []
-        for p in self.needs.groups[group]:
-            task, run = self.program.tasks[p], self._run(p, stage)
-            if run is not None:
-                written = sum(self.sizes[v] for v in task.writes)
-                found.append(run * (written + net_workspace(self.program, self.costs, task)))
-        return found
+        runs = ((self.program.tasks[p], self._run(p, stage)) for p in self.needs.groups[group])
+        return [run * self.instance.running_bytes(task) for task, run in runs if run is not None]

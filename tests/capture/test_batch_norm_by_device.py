@@ -26,6 +26,7 @@ from monet_like.capture.lower.step import capture
 from monet_like.ir.program import Cost, Program, Task
 from monet_like.ir.simulate import simulate
 from monet_like.plan.baseline import store_all
+from monet_like.plan.instance import Instance
 from monet_like.plan.local_search.searcher import find_start
 from monet_like.plan.random_schedules import random_schedule
 from monet_like.profile.devices import DEVICES
@@ -289,7 +290,7 @@ def test_planned_schedules_fit_and_count_the_reserve(mode: str, share: float) ->
     assert [value.bytes for value in reserves] == [8 * 4] * NORMS
     costs = costs_of(captured, whole, mode, timed=False)
     budget = int(share * simulate(program, store_all(program), costs).peak_bytes)
-    schedule = find_start(program, costs, budget, evaluations=300)
+    schedule = find_start(Instance(program, costs), budget, evaluations=300)
     assert schedule is not None
     report = simulate(program, schedule, costs)
     assert report.peak_bytes <= budget
@@ -340,7 +341,7 @@ def test_a_first_run_without_a_reserve_and_a_gradient_that_reads_it_are_never_in
     }
     plain = simulate(program, store_all(program), costs)
     for share in (1.0, 0.6):
-        schedule = find_start(program, costs, int(share * plain.peak_bytes), evaluations=2000)
+        schedule = find_start(Instance(program, costs), int(share * plain.peak_bytes), evaluations=2000)
         assert schedule is not None
         report = simulate(program, schedule, costs)  # refuses what reads a value that is not there
         assert report.peak_bytes <= share * plain.peak_bytes

@@ -13,6 +13,7 @@ from monet_like.capture.lower.step import capture
 from monet_like.compiler.pipeline import prepare
 from monet_like.compiler.request import Request
 from monet_like.ir.program import Task
+from monet_like.plan.instance import Instance
 from monet_like.plan.local_search.searcher import smallest_known
 from monet_like.replay.verify.steps import step_peak
 from monet_like.testing import check_variant
@@ -239,7 +240,7 @@ def test_writes_in_place_copy_nothing(make: Callable[[], nn.Module]) -> None:
     ready = prepare(request, CPU)
     peak = step_peak(model, ((x,), {}), CPU)
     assert ready.plain.peak_bytes == pytest.approx(peak, abs=64 * 1024)
-    known = smallest_known(ready.captured.program, ready.costs, extra_bytes=ready.extra_bytes)
+    known = smallest_known(Instance(ready.captured.program, ready.costs, ready.extra_bytes))
     assert known is not None and known[1].peak_bytes < peak + 64 * 1024
 
 

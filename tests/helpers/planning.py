@@ -111,7 +111,7 @@ def solve_exactly(formulation: Formulation, every_row: bool = False) -> tuple[Sc
         if x is None:
             return None
         schedule = decode(formulation, x)
-        report = simulate(formulation.program, schedule, formulation.costs)
+        report = formulation.instance.simulate(schedule)
         if report.peak_bytes <= formulation.budget:
             return schedule, (problem.offset + float(problem.cost @ x)) * problem.seconds_per_unit
         assert not every_row, "all rows stand, and yet the schedule is over the budget"

@@ -10,7 +10,7 @@ from scripts import house
 #: In order: a module imports only from its own layer and those before it.
 LAYERS = (
     ("solvers",),
-    ("plan.result", "plan.analysis"),
+    ("plan.result", "plan.analysis", "plan.instance"),
     ("plan.rows",),
     ("plan.subprogram", "plan.baseline"),
     ("plan.offload",),

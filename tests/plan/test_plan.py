@@ -22,6 +22,7 @@ from monet_like.ir.program import Cost, Program
 from monet_like.plan import plan, store_all
 from monet_like.plan.ilp.columns import Options
 from monet_like.plan.ilp.search import Search
+from monet_like.plan.instance import Instance
 from monet_like.plan.local_search.searcher import smallest_known
 from monet_like.solvers import interface, processes
 from monet_like.solvers.interface import check_solver, installed_solvers, solve
@@ -143,7 +144,7 @@ def test_schedule_with_the_lowest_known_peak_is_the_plan_where_nothing_else_fits
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     program, costs = network(60)
-    known = smallest_known(program, costs)
+    known = smallest_known(Instance(program, costs))
     assert known is not None
     monkeypatch.setattr("monet_like.plan.ilp.search.find_start", lambda *_, start=None, **__: start)
     budget = known[1].peak_bytes

@@ -12,6 +12,7 @@ from monet_like.ir.schedule import Schedule
 from monet_like.ir.simulate import simulate
 from monet_like.plan import plan
 from monet_like.plan.ilp.formulation import Formulation
+from monet_like.plan.instance import Instance
 from monet_like.plan.local_search.judge import Judge
 from monet_like.plan.local_search.policy import make_tables
 
@@ -66,9 +67,9 @@ def test_planners_take_over_what_no_later_slot_can_use(strategy: str) -> None:
 def test_neither_formulation_nor_tables_have_a_way_over_a_value_that_is_used_later() -> None:
     for later, possible in ((False, [1]), (True, [0])):
         made = program(read_later=later)
-        ways = Formulation(made, COSTS, 1000).w[1]
+        ways = Formulation(Instance(made, COSTS), 1000).w[1]
         assert [*ways] == possible
-        tables = make_tables(made, COSTS)
+        tables = make_tables(Instance(made, COSTS))
         assert [way.way for option in tables.options[0] for way in tables.ways[option]] == possible
         policy = tables.policy([True] * 6, hold=False, smallest=False)
         judged = Judge(tables).judge(policy, 1000)

@@ -19,6 +19,7 @@ from monet_like.ir.program import Call, Ref, Task
 from monet_like.ir.schedule import Schedule
 from monet_like.ir.simulate import simulate
 from monet_like.plan import store_all
+from monet_like.plan.instance import Instance
 from monet_like.plan.local_search.searcher import find_start
 from monet_like.replay.fusion import fuse, runs_of
 from monet_like.replay.training_step import CompiledStep
@@ -119,7 +120,7 @@ def planned() -> tuple[nn.Module, torch.Tensor, Captured, Schedule, int]:
     captured = captured_for(model, x, "inplace_normal")
     costs = costs_of(captured, (model, (x,), {}), "inplace_normal", timed=False)
     full = simulate(captured.program, store_all(captured.program), costs).peak_bytes
-    schedule = find_start(captured.program, costs, int(0.6 * full), evaluations=2000)
+    schedule = find_start(Instance(captured.program, costs), int(0.6 * full), evaluations=2000)
     assert schedule is not None
     assert schedule.rerun_count
     return model, x, captured, schedule, simulate(captured.program, schedule, costs).peak_bytes

@@ -22,6 +22,7 @@ from monet_like.ir.program import Cost
 from monet_like.ir.simulate import simulate
 from monet_like.plan import store_all
 from monet_like.plan.baseline import plain_report
+from monet_like.plan.instance import Instance
 from monet_like.plan.local_search.searcher import find_start
 from monet_like.plan.random_schedules import random_schedule
 from monet_like.runtime.operators import BINDINGS, overload
@@ -74,7 +75,7 @@ def test_planned_schedules_are_exact_and_fit(net: Net) -> None:
         for share in (0.35,) if mode == EXACT else (1.0, 0.6, 0.35):
             steps = (share + 0.06 * k for k in range(12))
             found = (
-                (b, find_start(program, net.costs, b, evaluations=120))
+                (b, find_start(Instance(program, net.costs), b, evaluations=120))
                 for b in (int(s * store_all_peak) for s in steps)
             )
             budget, schedule = next((b, s) for b, s in found if s is not None)

@@ -38,7 +38,8 @@ def peaks(example):
     program, costs = captured.program, costs_of(captured, example, "inplace_multiway_newnode", timed=False)
     peak = simulate(program, store_all(program), costs).peak_bytes
     shares = (0.6, 0.7, 0.8)
-    schedule = next(s for share in shares if (s := find_start(program, costs, int(share * peak), evaluations=200)))
+    instance = Instance(program, costs)
+    schedule = next(s for share in shares if (s := find_start(instance, int(share * peak), evaluations=200)))
     predicted = simulate(program, schedule, costs).peak_bytes - program.resident_bytes
     record = record_for(captured, schedule, "inplace_multiway_newnode", example)
     wrapped = ScheduleWrapper(model, record, example=(args, {}), captured=captured)

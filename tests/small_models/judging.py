@@ -28,6 +28,7 @@ from monet_like.ir.schedule import Schedule
 from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.ir.simulate import simulate
 from monet_like.plan.baseline import plain_report
+from monet_like.plan.instance import Instance
 from monet_like.plan.local_search.searcher import find_start, smallest_known
 from monet_like.plan.random_schedules import random_schedule
 from monet_like.profile.devices import DEVICES
@@ -217,12 +218,12 @@ def plan_of(case: Case, captured: Captured, costs: dict[str, Cost]) -> tuple[Sch
         return random_schedule(
             program, case.seed, drop=rng.choice((0.2, 0.5, 0.9)), others=rng.choice((0.0, 0.5))
         ), plain_bytes
-    smallest = smallest_known(program, costs, evaluations=EVALUATIONS)
+    smallest = smallest_known(Instance(program, costs), evaluations=EVALUATIONS)
     assert smallest is not None, "the search found no schedule at all"
     if case.budget == "smallest":
         return smallest[0], plain_bytes
     share = 1.0 if case.budget == "plain" else float(case.budget.rstrip("%")) / 100
-    found = find_start(program, costs, int(share * plain_bytes), evaluations=EVALUATIONS)
+    found = find_start(Instance(program, costs), int(share * plain_bytes), evaluations=EVALUATIONS)
     return found or smallest[0], plain_bytes
 
 

@@ -33,6 +33,7 @@ from monet_like.ir.simulate import simulate
 from monet_like.ops import caches
 from monet_like.ops.caches import LARGEST_BLOCK, int8_bytes, kept_of_block, largest_bytes, largest_kept
 from monet_like.plan.baseline import store_all
+from monet_like.plan.instance import Instance
 from monet_like.plan.local_search.searcher import find_start
 from monet_like.plan.random_schedules import random_schedule
 from monet_like.profile.devices import DEVICES
@@ -314,7 +315,7 @@ def planned(made: Made, mode: str, share: float) -> tuple[Captured, Mapping[str,
     costs = {key: Cost(c.seconds, space[key].workspace_bytes) for key, c in roofline(captured, quick).items()}
     program = captured.program
     peak = simulate(program, store_all(program), costs).peak_bytes
-    schedule = find_start(program, costs, int(share * peak), evaluations=1000)
+    schedule = find_start(Instance(program, costs), int(share * peak), evaluations=1000)
     assert schedule is not None
     return captured, costs, schedule
 

@@ -28,6 +28,7 @@ from monet_like.ir.units import MIB
 from monet_like.plan import plan
 from monet_like.plan.baseline import store_all
 from monet_like.plan.budgets import pareto, smallest_budget
+from monet_like.plan.instance import Instance
 from monet_like.plan.offload import hide
 from monet_like.plan.random_schedules import random_schedule
 from monet_like.plan.subprogram import without_overlap
@@ -317,7 +318,7 @@ def test_hiding_keeps_the_budget_and_never_slows_down() -> None:
         schedule = small.whole(random_schedule(small.program, seed, drop=0.6, others=0.9))
         before = simulate(program, schedule, costs)
         for room in (0, 20_000, 10**9):
-            after, report = hide(program, schedule, costs, before.peak_bytes + room)
+            after, report = hide(Instance(program, costs), schedule, before.peak_bytes + room)
             assert report == simulate(program, after, costs)
             assert report.peak_bytes <= before.peak_bytes + room and report.seconds <= before.seconds
             moved += after != schedule

@@ -11,19 +11,18 @@ as much as one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...ir.program import Cost, Program, Runs, Task, Value
+from ...ir.program import Program, Runs, Task, Value
 from ...ir.schedule import Schedule
-from ...ir.simulate import cost_of
 from ...ir.step import Moment, Piece, Point, Step
 from ...solvers.matrix import MatrixProgram
 from ...solvers.pool import Pool
-from ..analysis import find_backward_bytes
+from ..instance import Instance
 from .cuts import split
 from .pieces import PROGRAM_GAP, PROGRAM_SECONDS, Amounts, Answer, Limit, Prices, Solved
 from .relaxation import BlockProgram, block_program
@@ -131,29 +130,19 @@ class PartsRelaxation:
 
     Args:
         pool: solves the parts' programs.
-        extra_bytes: resident memory beyond the program's.
         time_left: wall seconds left for all of them.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        costs: Mapping[str, Cost],
-        pool: Pool,
-        extra_bytes: int = 0,
-        time_left: Callable[[], float] = lambda: inf,
-    ) -> None:
-        self.program, self.costs, self.pool, self.time_left = program, costs, pool, time_left
+    def __init__(self, instance: Instance, pool: Pool, time_left: Callable[[], float] = lambda: inf) -> None:
+        self.instance, self.pool, self.time_left = instance, pool, time_left
+        self.program = program = instance.program
         self.parts = split(program)
-        backward = find_backward_bytes(program)
-        self.outputs = frozenset(program.outputs)
-        self.fixed_bytes = program.resident_bytes + extra_bytes + sum(program.values[v].bytes for v in self.outputs)
-        self.fixed_bytes += backward.before[0] if backward.before else 0
-        self.possible = backward.possible
+        self.outputs, self.possible = frozenset(program.outputs), instance.backward.possible
+        self.fixed_bytes = instance.resident_bytes + instance.output_bytes + sum(instance.backward.before[:1])
         inside = {slot for part in self.parts for slot in part.slots}
         #: Of the slots that read nothing of the forward: they belong to no part.
         self.fixed_seconds = sum(
-            min(cost_of(ways[k], costs).seconds for k in self.possible[slot])
+            min(instance.cost_of(ways[k]).seconds for k in self.possible[slot])
             for slot, ways in enumerate(program.slots)
             if slot not in inside
         )
@@ -319,5 +308,6 @@ class PartsRelaxation:
         leaves = tuple(number[v] for v in part.leaves if v in number)
         program = Program(values, tuple(tasks), tuple(slots), outputs)
         if (program, leaves) not in self.shapes:
-            self.shapes[program, leaves] = _Shape(block_program(program, self.costs, required=leaves))
+            small = Instance(program, self.instance.costs)
+            self.shapes[program, leaves] = _Shape(block_program(small, required=leaves))
         return _PartProgram(self.shapes[program, leaves], tuple(own), tuple(ways))

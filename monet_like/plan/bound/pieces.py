@@ -31,13 +31,12 @@ from functools import cached_property
 from math import inf
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
-from ...ir.program import REFUSED, Cost, Program, Task
+from ...ir.program import REFUSED, Cost, Program
 from ...ir.schedule import Schedule
-from ...ir.simulate import cost_of
 from ...ir.step import Point
 from ...solvers.dialects import MEANING
 from ...solvers.matrix import Expr, MatrixProgram, total
-from ..analysis import net_workspace
+from ..instance import Instance
 from ..subprogram import Subprogram, without_refused
 from .relaxation import BIG_SHARE, NO_BUDGET, BlockProgram, RelaxationBuilder
 
@@ -224,7 +223,7 @@ def block_relaxation(program: Program, costs: Mapping[str, Cost]) -> BlockRelaxa
     tasks = tuple(replace(task, cost="") if task.copies == "start" else task for task in program.tasks)
     program = replace(program, tasks=tasks)
     small = len(program.slots) <= MOST_ALONE
-    builder = _Builder(program, costs, range(len(program.slots)) if small else ())
+    builder = _Builder(Instance(program, costs), range(len(program.slots)) if small else ())
     stages = [0, *(slot + 1 for slot in sorted(builder.alone))] if small else []
     blocks = builder.build(set(), [(stage, group) for stage in stages for group in range(len(builder.needs.groups))])
     return BlockRelaxation(
@@ -235,12 +234,13 @@ def block_relaxation(program: Program, costs: Mapping[str, Cost]) -> BlockRelaxa
 class _Builder(RelaxationBuilder):
     """Builds the relaxation with the columns F and R instead of a budget."""
 
-    def __init__(self, program: Program, costs: Mapping[str, Cost], alone: Iterable[int]) -> None:
-        super().__init__(program, costs, NO_BUDGET, 0, set(alone))
-        workspaces = (cost_of(task, costs).workspace_bytes for task in program.every_task())
+    def __init__(self, instance: Instance, alone: Iterable[int]) -> None:
+        super().__init__(instance, NO_BUDGET, set(alone))
+        program = instance.program
+        workspaces = (instance.cost_of(task).workspace_bytes for task in program.every_task())
         again = (task for task in program.tasks if task.runs != "first")
         runs = [*again, *(way for slot in program.slots for way in slot)]
-        self.shrinkage_bytes = max((-self._growth(task) for task in runs), default=0)
+        self.shrinkage_bytes = -min([0, *map(instance.running_bytes, runs)])
         self.room_bytes = 1 + max(workspaces, default=0) + 2 * sum(self.sizes) + self.shrinkage_bytes
         self.big_bytes = BIG_SHARE * sum(self.sizes)
         self.forward_peak = self.builder.column(integral=False)
@@ -250,11 +250,6 @@ class _Builder(RelaxationBuilder):
         #: peak.
         self.backward_there = self.resident + self.output_bytes + sum(self.sizes[v] for v in program.tangents)
         self.backward_there += sum(self.sizes[v] for v in self.outputs if self._read_later(v))
-
-    def _growth(self, task: Task) -> int:
-        """Bytes by which memory is higher while a task runs than before it; at most 0."""
-        written = sum(self.sizes[v] for v in task.writes)
-        return min(0, written + net_workspace(self.program, self.costs, task))
 
     def _read_later(self, v: int) -> bool:
         """Whether something in the backward may read a value."""

@@ -9,15 +9,14 @@ on the way, which are faster than possible within the budget, are good starts fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...errors import ScheduleError
-from ...ir.program import Cost, Program
 from ...ir.schedule import Schedule
-from ...ir.simulate import Report, simulate
+from ...ir.simulate import Report
 from ...solvers.interface import solve
-from ..analysis import find_needs
+from ..instance import Instance
 from .relaxation import block_program
 
 #: Most slots that become blocks in a step: those with the most memory (measured on U-Net: two to six make little
@@ -47,12 +46,11 @@ class Refined:
 class Refinement:
     """The state of the refinement: which slots are blocks of their own, and which runs have rows."""
 
-    def __init__(self, program: Program, costs: Mapping[str, Cost], budget_bytes: int, extra_bytes: int = 0) -> None:
-        self.program, self.costs = program, costs
-        self.budget_bytes, self.extra_bytes = budget_bytes, extra_bytes
-        needs = find_needs(program)
-        self.group_of = {p: g for g, group in enumerate(needs.groups) for p in group}
-        self.stages = frozenset(needs.stages)  # a slot before which no rerun is of use cannot be a block of its own
+    def __init__(self, instance: Instance, budget_bytes: int) -> None:
+        self.instance, self.budget_bytes = instance, budget_bytes
+        self.group_of = instance.needs.group_of
+        # A slot before which no rerun is of use cannot be a block of its own.
+        self.stages = frozenset(instance.needs.stages)
         self.alone: set[int] = set()
         self.runs: set[tuple[int, int]] = set()
 
@@ -72,9 +70,7 @@ class Refinement:
             time_limit_seconds: wall seconds.
             stop: called now and then; returns whether to end at once.
         """
-        blocks = block_program(
-            self.program, self.costs, self.budget_bytes, self.alone, self.extra_bytes, runs=sorted(self.runs)
-        )
+        blocks = block_program(self.instance, self.budget_bytes, self.alone, runs=sorted(self.runs))
         target = best_seconds * (1 - gap) / blocks.matrix.seconds_per_unit
         refined = bool(self.alone or self.runs)  # the unrefined program is solved in a second or two: a bound at once
         solved = solve(
@@ -95,7 +91,7 @@ class Refinement:
             return Refined(solved.bound_seconds, None, False)
         schedule = blocks.schedule(solved.x)
         try:
-            report = simulate(self.program, schedule, self.costs, extra_bytes=self.extra_bytes)
+            report = self.instance.simulate(schedule)
         except ScheduleError:  # a longer block may read a value after it was overwritten
             return Refined(solved.bound_seconds, None, False)
         return Refined(solved.bound_seconds, schedule, self._refine(schedule, report))

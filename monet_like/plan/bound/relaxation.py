@@ -41,10 +41,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ...ir.program import Cost, Program
+from ...ir.program import Program
 from ...ir.schedule import Schedule, prune
 from ...solvers.matrix import ONE, ZERO, Expr, MatrixProgram, total
-from ..analysis import fitting_runs
+from ..instance import Instance
 from ..rows import Rows
 
 if TYPE_CHECKING:
@@ -159,11 +159,9 @@ class BlockProgram:
 
 
 def block_program(
-    program: Program,
-    costs: Mapping[str, Cost],
+    instance: Instance,
     budget_bytes: int = NO_BUDGET,
     alone: Iterable[int] = (),
-    extra_bytes: int = 0,
     required: Iterable[int] = (),
     runs: Iterable[tuple[int, int]] = (),
 ) -> BlockProgram:
@@ -174,22 +172,19 @@ def block_program(
         required: values that the forward must make besides the outputs.
         runs: (stage, group) of run rows, stages as in `Formulation`: 0 the forward, else a slot of ``alone`` plus one.
     """
-    return RelaxationBuilder(program, costs, budget_bytes, extra_bytes, set(alone)).build(set(required), runs)
+    return RelaxationBuilder(instance, budget_bytes, set(alone)).build(set(required), runs)
 
 
 class RelaxationBuilder(Rows):
     """Builds the columns and rows of a `BlockProgram`. Block -1 stands for the forward."""
 
-    def __init__(
-        self, program: Program, costs: Mapping[str, Cost], budget_bytes: int, extra_bytes: int, alone: set[int]
-    ) -> None:
-        super().__init__(program, costs, budget_bytes, extra_bytes)
-        self.extra_bytes = extra_bytes
-        self.makers = [[p for p in tasks if p not in self.dominated] for tasks in program.producers]
+    def __init__(self, instance: Instance, budget_bytes: int, alone: set[int]) -> None:
+        super().__init__(instance, budget_bytes)
+        self.makers = [[p for p in tasks if p not in self.dominated] for tasks in self.program.producers]
         self.span = [[self.group_of[p] for p in makers] for makers in self.makers]
         self.alone = {slot for slot in alone if slot + 1 in self.needs.stages}
         cuts = {cut for slot in self.alone for cut in (slot, slot + 1)}
-        self.starts = sorted({0, *cuts} & set(range(len(program.slots))))
+        self.starts = sorted({0, *cuts} & set(range(len(self.program.slots))))
         self.big_bytes = BIG_SHARE * budget_bytes
         self.carried: list[dict[int, Expr]] = []
         self.slot_reads: dict[int, dict[int, Expr]] = {}  # of the slots alone
@@ -200,7 +195,7 @@ class RelaxationBuilder(Rows):
             p for p, task in enumerate(self.program.tasks) if task.runs != "again" and p not in self.dominated
         )
         every = [range(len(self.program.tasks))] * len(self.program.slots)
-        fitting = fitting_runs(self.program, self.costs, self.budget, self.extra_bytes) if self.alone else every
+        fitting = self.instance.fitting_runs(self.budget) if self.alone else every
         ends = [*self.starts[1:], len(self.program.slots)]
         self.again = [
             self._columns(p for p in self._useful(start + 1) if any(p in fitting[slot] for slot in range(start, end)))

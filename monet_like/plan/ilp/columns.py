@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ...ir.program import Cost, Program
 from ...ir.schedule import Schedule
 from ...solvers.matrix import ONE, ZERO, Expr, total
-from ..analysis import find_needs, pinned_values
+from ..analysis import pinned_values
+from ..instance import Instance
 from ..rows import Rows
 
 
@@ -33,14 +32,12 @@ class Options:
 
 
 class Columns(Rows):
-    """The columns of one program, its costs and a budget; see `Formulation`."""
+    """The columns of one instance and a budget; see `Formulation`."""
 
     def __init__(
         self,
-        program: Program,
-        costs: Mapping[str, Cost],
+        instance: Instance,
         budget_bytes: int,
-        extra_bytes: int = 0,
         options: Options = Options(),
         admit: Schedule | None = None,
         above_bytes: int = 0,
@@ -52,7 +49,8 @@ class Columns(Rows):
             above_bytes: if not 0, the peak may exceed the budget by at most this many bytes, and the objective is the
                 bytes by which it does, instead of seconds.
         """
-        super().__init__(program, costs, budget_bytes, extra_bytes)
+        super().__init__(instance, budget_bytes)
+        program = instance.program
         self.options, self.above_bytes = options, above_bytes
         #: The share of ``above_bytes`` by which the peak is above the budget.
         self.over: Expr = self.builder.column(integral=False) if above_bytes else ZERO
@@ -223,11 +221,11 @@ class Columns(Rows):
         return result
 
 
-def estimated_columns(program: Program, options: Options = Options()) -> int:
-    """About how many columns the program has, at most: run columns, and as many for carrying."""
-    runs, window, needs = 0, options.window, find_needs(program)
+def estimated_columns(instance: Instance, options: Options = Options()) -> int:
+    """About how many columns the integer program has, at most: run columns, and as many for carrying."""
+    runs, window, needs = 0, options.window, instance.needs
     stages = needs.reading_stages if options.reading_only else needs.stages
-    for p, task in enumerate(program.tasks):
+    for p, task in enumerate(instance.program.tasks):
         last = max((needs.last[v] for v in task.writes), default=0) if needs.rerun[p] else 0
         first = 1 if window is None else min((needs.first[v] for v in task.writes), default=last) - window
         runs += sum(max(1, first) <= t <= last for t in stages)

@@ -33,6 +33,7 @@ from ...ir.schedule import Schedule
 from ...ir.units import MOST_BYTES, format_bytes
 from ...solvers.matrix import Expr, MatrixProgram
 from ...solvers.models import cvxpy_problem, pulp_problem
+from ..instance import Instance
 from ..subprogram import Subprogram, has_overlap, without_refused
 from .columns import Options
 from .decode import decode, encode
@@ -185,7 +186,7 @@ def milp(
     if part is not None:
         program, start = part.program, part.part(start) if start is not None else None
         costs = {key: cost for key, cost in costs.items() if cost != REFUSED}
-    formulation = Formulation(program, costs, budget_bytes, extra_bytes, options or Options(), start)
+    formulation = Formulation(Instance(program, costs, extra_bytes), budget_bytes, options or Options(), start)
     if complete:
         formulation.add_run_rows(formulation.stages)
     matrix = formulation.matrix()

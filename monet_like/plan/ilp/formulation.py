@@ -60,13 +60,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ...ir.simulate import cost_of
 from ...solvers.matrix import ONE, ZERO, Expr, MatrixProgram
 from .columns import Columns
 
 
 class Formulation(Columns):
-    """The integer program of one program, its costs and a budget, as columns and rows of a matrix."""
+    """The integer program of one instance and a budget, as columns and rows of a matrix."""
 
     def _build(self) -> None:
         super()._build()
@@ -168,7 +167,7 @@ class Formulation(Columns):
         found = set()
         for p, t in self.e:
             task = self.program.tasks[p]
-            size = sum(self.sizes[v] for v in task.writes) + cost_of(task, self.costs).workspace_bytes
+            size = sum(self.sizes[v] for v in task.writes) + self.instance.cost_of(task).workspace_bytes
             if t and size >= share * self.budget:
                 found.add((t, self.group_of[p]))
         return sorted(found)

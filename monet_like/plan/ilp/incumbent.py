@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 from typing import Literal, NamedTuple
 
 from ...errors import SolverError
-from ...ir.program import Cost, Program
 from ...ir.schedule import Schedule
-from ...ir.simulate import Report, simulate
+from ...ir.simulate import Report
 from ...ir.units import format_seconds
+from ..instance import Instance
 from ..result import Plan
 
 BoundKind = Literal["unrestricted", "restricted"]
@@ -35,7 +35,7 @@ class Incumbent:
     """The best plan and the best bounds of one search.
 
     Attributes:
-        program, costs, budget_bytes, extra_bytes: the problem, as in `monet_like.plan.plan`.
+        instance, budget_bytes: what is planned.
         gap: relative gap at which the search may stop.
         allowed: a further condition on plans; a schedule that it refuses does not become the incumbent.
         progress: called with a line for people at every change.
@@ -44,10 +44,8 @@ class Incumbent:
         started: when the search began, on the monotonic clock.
     """
 
-    program: Program
-    costs: Mapping[str, Cost]
+    instance: Instance
     budget_bytes: int
-    extra_bytes: int
     gap: float
     allowed: Callable[[Schedule], bool]
     progress: Callable[[str], None] | None
@@ -60,7 +58,7 @@ class Incumbent:
         """Simulate a schedule and keep it if it fits and is the fastest so far; returns whether it fits."""
         if schedule is None:
             return False
-        report = simulate(self.program, schedule, self.costs, extra_bytes=self.extra_bytes)
+        report = self.instance.simulate(schedule)
         fits = report.peak_bytes <= self.budget_bytes and self.allowed(schedule)
         with self._lock:
             faster = fits and (self.best is None or report.seconds < self.best.report.seconds)

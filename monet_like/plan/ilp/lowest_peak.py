@@ -10,17 +10,17 @@ There are two methods, both starting from a known schedule:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
 from ...errors import InfeasibleError, ScheduleError, SolverError
-from ...ir.program import Cost, Program
 from ...ir.schedule import Schedule
-from ...ir.simulate import Report, simulate
+from ...ir.simulate import Report
 from ...ir.units import format_bytes
-from ..analysis import floor_bytes
+from ...solvers.interface import solve
+from ..instance import Instance
 from ..local_search.searcher import find_start, smallest_known
 from .columns import estimated_columns
 from .decode import decode, encode
@@ -65,20 +65,17 @@ def smallest_known_budget(report: Report) -> str:
     return f"the smallest known budget is {format_bytes(report.peak_bytes)} ({report.peak_bytes} bytes)"
 
 
-def is_small(program: Program) -> bool:
+def is_small(instance: Instance) -> bool:
     """Whether one integer program finds the lowest peak in about a second."""
-    return estimated_columns(program) <= MOST_COLUMNS
+    return estimated_columns(instance) <= MOST_COLUMNS
 
 
 def find_lowest(
-    program: Program,
-    costs: Mapping[str, Cost],
+    instance: Instance,
     known: Smallest,
     find: FindWithin | None,
     *,
     enough_bytes: int = 0,
-    extra_bytes: int = 0,
-    solver: str = "HIGHS",
     seconds: float = SECONDS,
 ) -> Smallest:
     """Lower the peak of a known schedule, down to ``enough_bytes``.
@@ -87,15 +84,13 @@ def find_lowest(
         known: the schedule to begin with.
         find: finds a schedule within a budget, for programs that are not small; None: only small programs are asked.
         enough_bytes: a peak of at most this ends the search.
-        extra_bytes: resident memory beyond the program's.
-        solver: for small programs, where HiGHS is not installed.
         seconds: wall seconds for all; small programs may have `LEAST_SECONDS`.
     """
     ends = time.monotonic() + seconds
     best = known
-    if best.report.peak_bytes > max(best.proven_bytes, enough_bytes) and is_small(program):
+    if best.report.peak_bytes > max(best.proven_bytes, enough_bytes) and is_small(instance):
         most = max(seconds, LEAST_SECONDS)
-        best = minimise_peak(program, costs, best, enough_bytes, extra_bytes=extra_bytes, solver=solver, seconds=most)
+        best = minimise_peak(instance, best, enough_bytes, seconds=most)
     low = best.proven_bytes  # rises where no schedule was found, which is no proof
     while find is not None and (peak := best.report.peak_bytes) > max(low, enough_bytes):
         close = peak - low <= CLOSE * peak
@@ -116,11 +111,9 @@ def find_lowest(
 
 
 def find_quickly(
-    program: Program,
-    costs: Mapping[str, Cost],
+    instance: Instance,
     budget_bytes: int,
     *,
-    extra_bytes: int = 0,
     seconds: float = SECONDS,
     enough: Callable[[bool], bool] = lambda fits: False,
     **options: Any,
@@ -135,53 +128,43 @@ def find_quickly(
             annealing.
         options: further ones of `find_start`.
     """
-    floor, _ = floor_bytes(program, costs, extra_bytes)
+    floor, _ = instance.floor
 
     def start(**more: Any) -> Smallest | None:
-        found = find_start(
-            program, costs, budget_bytes, extra_bytes=extra_bytes, **{"enough": enough, **options, **more}
-        )
-        if found is None:
-            return None
-        return Smallest(found, simulate(program, found, costs, extra_bytes=extra_bytes), floor)
+        found = find_start(instance, budget_bytes, **{"enough": enough, **options, **more})
+        return None if found is None else Smallest(found, instance.simulate(found), floor)
 
     def lowest() -> Smallest | None:
-        known = smallest_known(program, costs, extra_bytes=extra_bytes, enough=lambda: enough(False))
+        known = smallest_known(instance, enough=lambda: enough(False))
         return known and Smallest(*known, floor)
 
     if floor > budget_bytes:
         return lowest()
-    if not is_small(program) or start(evaluations=0) is not None:
+    if not is_small(instance) or start(evaluations=0) is not None:
         return start() or lowest()
     known = lowest()  # annealing would try for long here
     if known is None or known.report.peak_bytes <= budget_bytes:
         return start() or known
     most = min(seconds, SECONDS)
-    found = minimise_peak(program, costs, known, budget_bytes, extra_bytes=extra_bytes, seconds=most)
+    found = minimise_peak(instance, known, budget_bytes, seconds=most)
     return (start(start=found.schedule) if found.report.peak_bytes <= budget_bytes else None) or found
 
 
 def minimise_peak(
-    program: Program,
-    costs: Mapping[str, Cost],
+    instance: Instance,
     known: Smallest,
     enough_bytes: int = 0,
     *,
-    extra_bytes: int = 0,
-    solver: str = "HIGHS",
     seconds: float = SECONDS,
 ) -> Smallest:
     """The lowest peak by one integer program, without restrictions; arguments as for `find_lowest`.
 
     Given enough time, the peak and the bound meet to the byte, but for solvers' tolerance of about a millionth.
     """
-    from ...solvers.interface import check_solver, installed_solvers, solve
-
     ends = time.monotonic() + seconds
-    name = "HIGHS" if "HIGHS" in installed_solvers() else check_solver(solver)
     low = max(known.proven_bytes, enough_bytes)
     above = known.report.peak_bytes - low
-    formulation = Formulation(program, costs, low, extra_bytes, above_bytes=above)
+    formulation = Formulation(instance, low, above_bytes=above)
     groups = len(formulation.needs.groups)
     if len(formulation.stages) * groups * len(formulation.tracked) <= MOST_ROW_PARTS:
         formulation.add_run_rows(formulation.stages)  # else those that a solution breaks are added later
@@ -192,7 +175,7 @@ def minimise_peak(
             start[formulation.over_column] = (best.report.peak_bytes - low) / above
             start = start if formulation.matrix().violation(start) < 1e-6 else None
         gap = max(1e-6, 0.4 / above)
-        found = solve(formulation.matrix(), name, time_limit_seconds=left, gap=gap, start=start)
+        found = solve(formulation.matrix(), "HIGHS", time_limit_seconds=left, gap=gap, start=start)
         if found.bound_seconds > max(0.25, 1e-6 * above) and found.status != "infeasible":  # a known one is feasible
             # Rows admit half a byte more than they say, so a peak of n bytes above has a share of n - 1/2 bytes.
             proven = low + ceil(min(found.bound_seconds, above) + 0.5 - max(0.25, 1e-6 * above))
@@ -201,7 +184,7 @@ def minimise_peak(
             break
         schedule = decode(formulation, found.x)
         try:
-            report = simulate(program, schedule, costs, extra_bytes=extra_bytes)
+            report = instance.simulate(schedule)
         except ScheduleError:  # seconds cost nothing here, so it may make a value twice, which not every task may do
             break
         if report.peak_bytes < best.report.peak_bytes:

@@ -7,16 +7,14 @@ them, and the program is solved again with these rows.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...ir.schedule import Schedule
-from ...ir.simulate import Report, simulate
+from ...ir.simulate import Report
+from ...solvers.interface import Solution, solve
 from .decode import decode, encode, neighbourhood
 from .formulation import Formulation
 from .incumbent import BoundKind, Incumbent
-
-if TYPE_CHECKING:
-    from ...solvers.interface import Solution
 
 #: Reruns that take this share of the budget have their memory rows from the start.
 BIG_SHARE = 0.08
@@ -49,7 +47,7 @@ class RowGeneration:
     def solve(self, solver: str, reserved_seconds: float) -> str:
         """Solve, simulate, add the rows that the schedule breaks, and again until the gap is closed or time is up.
 
-        Where HiGHS is installed it goes on from another solver's plan, after `FIRST_SHARE` of the time.
+        HiGHS goes on from another solver's plan, after `FIRST_SHARE` of the time.
 
         Args:
             reserved_seconds: wall seconds to leave for what comes after.
@@ -62,7 +60,7 @@ class RowGeneration:
         current = solver
         first_end = self.time_left() * (1 - FIRST_SHARE)
         while not self.incumbent.closed(self.kind) and self.time_left() > 0.3 + reserved_seconds:
-            kept = first_end if current == solver and _can_go_on(solver) else reserved_seconds
+            kept = first_end if current == solver != "HIGHS" else reserved_seconds
             seconds = self.time_left() - kept
             if seconds < 0.5:
                 current, seconds = "HIGHS", self.time_left() - reserved_seconds
@@ -79,16 +77,12 @@ class RowGeneration:
                 if broken:
                     self._repair(schedule, current, broken)
                     continue
-            if status == "optimal" and self.incumbent.best is not None:
-                break
-            if current != solver or not _can_go_on(solver):
+            if current == "HIGHS" or (status == "optimal" and self.incumbent.best is not None):
                 break
             current = "HIGHS"
         return status
 
     def _solve_once(self, solver: str, seconds: float) -> Solution:
-        from ...solvers.interface import solve
-
         best = self.incumbent.best
         start: Any = encode(self.formulation, best.schedule) if best is not None else None
         return solve(
@@ -114,9 +108,8 @@ class RowGeneration:
 
     def _add_broken_rows(self, schedule: Schedule) -> list[int]:
         """Add the rows that a schedule breaks; returns the stages of those that were missing."""
-        problem = self.incumbent
-        report = simulate(problem.program, schedule, problem.costs, extra_bytes=problem.extra_bytes)
-        return self._add_rows(schedule, report, problem.budget_bytes)
+        report = self.incumbent.instance.simulate(schedule)
+        return self._add_rows(schedule, report, self.incumbent.budget_bytes)
 
     def _add_rows(self, schedule: Schedule, report: Report, over_bytes: float) -> list[int]:
         """Add the rows of the runs that take more than so many bytes; returns the stages of the new ones."""
@@ -128,8 +121,6 @@ class RowGeneration:
 
     def _repair(self, schedule: Schedule, solver: str, stages: list[int]) -> None:
         """Repair a good schedule that breaks a few missing rows: solve again with only the columns near them free."""
-        from ...solvers.interface import solve
-
         for attempt in range(1, REPAIRS + 1):
             self.formulation.add_run_rows(set(stages))
             x = encode(self.formulation, schedule, check=False)
@@ -146,10 +137,3 @@ class RowGeneration:
             if self.incumbent.offer(schedule, solver):
                 return
             stages = self._add_broken_rows(schedule) or stages
-
-
-def _can_go_on(solver: str) -> bool:
-    """Whether HiGHS can go on from this solver's plan."""
-    from ...solvers.interface import installed_solvers
-
-    return solver != "HIGHS" and "HIGHS" in installed_solvers()

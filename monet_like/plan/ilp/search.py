@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,13 +22,14 @@ from math import inf
 from typing import Any
 
 from ...errors import SolverError, warn_caller
-from ...ir.program import Cost, Program
 from ...ir.schedule import Schedule
 from ...ir.simulate import Report
 from ...ir.units import format_bytes
+from ...solvers.interface import check_solver
 from ...solvers.pool import Pool
 from ..bound.parts import PartsRelaxation
 from ..bound.refinement import Refinement
+from ..instance import Instance
 from ..local_search.searcher import Searcher, find_start
 from ..result import Plan
 from .columns import Options, estimated_columns
@@ -60,18 +61,13 @@ LARGE_EFFORT = 3
 
 
 def find_within(
-    program: Program,
-    costs: Mapping[str, Cost],
-    budget_bytes: int,
-    seconds: float,
-    solver: str,
-    extra_bytes: int = 0,
-    **options: Any,
+    instance: Instance, budget_bytes: int, seconds: float, solver: str, **options: Any
 ) -> tuple[Schedule, Report]:
     """Any schedule within a budget, and its report; options are fields of `Search`. See `FindWithin`."""
     search = Search(
-        program, costs, budget_bytes, solver, seconds, gap=0.99, extra_bytes=extra_bytes, lower_peak=False, **options
-    )
+        instance.program, instance.costs, budget_bytes, solver, seconds, gap=0.99, extra_bytes=instance.extra_bytes,
+        lower_peak=False, **options,
+    )  # fmt: skip
     plan = search.run()
     return plan.schedule, plan.report
 
@@ -87,8 +83,6 @@ class Search(SearchState):
             InfeasibleError: proven that no schedule fits.
             SolverError: out of time without a plan, or the solver failed.
         """
-        from ...solvers.interface import check_solver
-
         solver = check_solver(self.solver)
         self._check_lower_bound()
         if self.start is not None:
@@ -97,7 +91,7 @@ class Search(SearchState):
         interrupted = False
         try:
             windowed = Options(window=WINDOW, reading_only=True)
-            if self.options is None and estimated_columns(self.program, windowed) > MOST_WINDOWED:
+            if self.options is None and estimated_columns(self.instance, windowed) > MOST_WINDOWED:
                 self._plan_large()
                 return self._plan(None, "")
             formulation = self._plan_whole(solver)
@@ -138,11 +132,8 @@ class Search(SearchState):
     def _plan_whole(self, solver: str) -> Formulation:
         """Plan by local search and integer program; returns the formulation that was solved last."""
         if self.evaluations is None:  # a plan at once, to keep should Ctrl-C come
-            greedy = find_start(
-                self.program, self.costs, self.budget_bytes, extra_bytes=self.extra_bytes, evaluations=0
-            )
-            self.incumbent.offer(greedy, "greedy")
-            if self.best is None and is_small(self.program):  # annealing would try for long here
+            self.incumbent.offer(find_start(self.instance, self.budget_bytes, evaluations=0), "greedy")
+            if self.best is None and is_small(self.instance):  # annealing would try for long here
                 self._minimise_peak(None)
         composed = self._plan_from_parts()
         annealing_seconds = 0.0
@@ -170,7 +161,7 @@ class Search(SearchState):
         chosen = self.options is None  # restrictions that were asked for stay
         enough = self.left > SECOND_SHARE * self.time_limit_seconds or self.best is None
         done = verdict == "infeasible" if self.best is None else not self._closed("unrestricted")
-        if restricted and chosen and enough and done and estimated_columns(self.program) < MOST_UNRESTRICTED:
+        if restricted and chosen and enough and done and estimated_columns(self.instance) < MOST_UNRESTRICTED:
             formulation = self._build(Options())
             verdict = self._solve(formulation, solver)
             restricted = False
@@ -193,15 +184,13 @@ class Search(SearchState):
 
     def _plan_from_parts(self) -> Schedule | None:
         """A bound and a plan from the parts of the program; the plan, if it fits. See bound/parts.py."""
-        from ...solvers.interface import installed_solvers
-
-        if "HIGHS" not in installed_solvers() or self.evaluations == 0:
+        if self.evaluations == 0:
             return None
         begin = time.monotonic()
         ends = begin + PARTS_SHARE * self.time_limit_seconds
-        searcher = Searcher(self.program, self.costs, self.extra_bytes, self.pin_bytes)
+        searcher = Searcher(self.instance, self.pin_bytes)
         with Pool() as pool:
-            parts = PartsRelaxation(self.program, self.costs, pool, self.extra_bytes, lambda: ends - time.monotonic())
+            parts = PartsRelaxation(self.instance, pool, lambda: ends - time.monotonic())
             found = recover_plan(parts, searcher, self.budget_bytes) if len(parts.parts) > 1 else None
         schedule = None
         if found is not None:
@@ -227,10 +216,8 @@ class Search(SearchState):
 
     def _annealed(self, seed: int, rounds: int, start: Schedule | None, effort: int = 1) -> Schedule | None:
         return find_start(
-            self.program,
-            self.costs,
+            self.instance,
             self.budget_bytes,
-            extra_bytes=self.extra_bytes,
             pin_bytes=self.pin_bytes if self.options is None else self.options.pin_bytes,
             seed=seed,
             evaluations=self.evaluations,
@@ -253,8 +240,8 @@ class Search(SearchState):
             return
         begin = time.monotonic()
         found = find_lowest(
-            self.program, self.costs, Smallest(*self.lowest, self.lower_bound[0]), find, enough_bytes=self.budget_bytes,
-            extra_bytes=self.extra_bytes, solver=self.solver, seconds=self.left + self.time_limit_seconds,
+            self.instance, Smallest(*self.lowest, self.instance.floor[0]), find, enough_bytes=self.budget_bytes,
+            seconds=self.left + self.time_limit_seconds,
         )  # fmt: skip
         self.lowest = found.schedule, found.report
         self.seconds["solve"] += time.monotonic() - begin
@@ -267,16 +254,12 @@ class Search(SearchState):
 
     def _find_within(self, budget_bytes: int, seconds: float) -> tuple[Schedule, Report]:
         """Any schedule within another budget."""
-        return find_within(
-            self.program, self.costs, budget_bytes, seconds, self.solver, self.extra_bytes, allowed=self.allowed
-        )
+        return find_within(self.instance, budget_bytes, seconds, self.solver, allowed=self.allowed)
 
     @contextmanager
     def _refining(self, wanted: bool) -> Iterator[None]:
         """Refine a bound for all schedules by HiGHS in a thread, during the body and after it; see refinement.py."""
-        from ...solvers.interface import installed_solvers
-
-        if not wanted or "HIGHS" not in installed_solvers() or self._closed():
+        if not wanted or self._closed():
             yield
             return
         ended = threading.Event()
@@ -295,7 +278,7 @@ class Search(SearchState):
         Args:
             plans: whether schedules met on the way may become the plan.
         """
-        refinement = Refinement(self.program, self.costs, self.budget_bytes, self.extra_bytes)
+        refinement = Refinement(self.instance, self.budget_bytes)
         begin, seed = time.monotonic(), 20_000
         while not stop() and (left := ends - time.monotonic()) > 0.5:
             best = self.incumbent.best
@@ -316,7 +299,7 @@ class Search(SearchState):
     def _choose_options(self) -> Options:
         """Small values are kept, and tasks run again only where the backward reads; large programs get a window."""
         options = Options(pin_bytes=self.pin_bytes, reading_only=True)
-        has_few = estimated_columns(self.program, options) <= MOST_COLUMNS
+        has_few = estimated_columns(self.instance, options) <= MOST_COLUMNS
         return options if has_few else replace(options, window=WINDOW)
 
     def _build(self, options: Options) -> Formulation:
@@ -324,7 +307,7 @@ class Search(SearchState):
         admit = self.best
         if admit is not None and admit.rerun_count > 3 * len(self.program.tasks):
             admit = None  # a start with this many reruns is worth less than the columns it would need
-        result = Formulation(self.program, self.costs, self.budget_bytes, self.extra_bytes, options, admit)
+        result = Formulation(self.instance, self.budget_bytes, options, admit)
         self.seconds["build"] += time.monotonic() - begin
         return result
 

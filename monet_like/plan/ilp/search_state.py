@@ -12,7 +12,8 @@ from ...ir.program import Cost, Program
 from ...ir.schedule import Schedule
 from ...ir.simulate import Report
 from ...ir.units import format_apart
-from ..analysis import default_pin_bytes, floor_bytes
+from ..analysis import default_pin_bytes
+from ..instance import Instance
 from ..local_search.searcher import smallest_known
 from .columns import Options
 from .incumbent import BoundKind, Incumbent
@@ -36,6 +37,7 @@ class SearchState:
         lower_peak: whether to look for the lowest peak where nothing fits, for as long again as the time limit says.
         seconds: wall seconds of every stage so far.
         failed: which solver failed, and how; "" if none has.
+        instance: the program, its costs and the extra bytes.
         incumbent: the best plan and the bounds so far.
     """
 
@@ -58,12 +60,12 @@ class SearchState:
         default_factory=lambda: {"parts": 0.0, "heuristic": 0.0, "bound": 0.0, "build": 0.0, "solve": 0.0},
     )
     failed: str = field(init=False, default="")
+    instance: Instance = field(init=False)
     incumbent: Incumbent = field(init=False)
 
     def __post_init__(self) -> None:
-        self.incumbent = Incumbent(
-            self.program, self.costs, self.budget_bytes, self.extra_bytes, self.gap, self.allowed, self.progress
-        )
+        self.instance = Instance(self.program, self.costs, self.extra_bytes)
+        self.incumbent = Incumbent(self.instance, self.budget_bytes, self.gap, self.allowed, self.progress)
         self.pin_bytes = default_pin_bytes(self.program, self.budget_bytes)
 
     @property
@@ -91,13 +93,12 @@ class SearchState:
     @cached_property
     def lowest(self) -> tuple[Schedule, Report] | None:
         """The schedule with the lowest peak that is known, and its report."""
-        return smallest_known(self.program, self.costs, extra_bytes=self.extra_bytes)
+        return smallest_known(self.instance)
 
     def _check_lower_bound(self) -> None:
         """Refuse without a solver a budget in which one slot does not fit even by itself, in any of its ways."""
-        self.lower_bound = floor_bytes(self.program, self.costs, self.extra_bytes)
-        if self.lower_bound[0] > self.budget_bytes:
-            raise self._infeasible(proven=True, alone=self.lower_bound)
+        if self.instance.floor[0] > self.budget_bytes:
+            raise self._infeasible(proven=True, alone=self.instance.floor)
 
     def _infeasible(self, proven: bool, alone: tuple[int, str] | None = None) -> InfeasibleError:
         """The error that nothing fits.

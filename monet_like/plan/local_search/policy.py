@@ -19,23 +19,15 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 
-from ...ir.program import Cost, Program
+from ...ir.program import Program
 from ...ir.schedule import Schedule
-from ...ir.simulate import cost_of
-from ..analysis import (
-    BackwardBytes,
-    dominated_tasks,
-    find_backward_bytes,
-    find_needs,
-    net_workspace,
-    pinned_values,
-    useful_ways,
-)
+from ..analysis import pinned_values
+from ..instance import Instance
 
 #: No cut: the value stays as long as it is needed.
 NEVER = 2**31 - 1
@@ -145,7 +137,7 @@ Lists = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Tables:
-    """A program and its costs in the form that the local search reads.
+    """An instance in the form that the local search reads.
 
     Lists of lists are by value, class, slot or option.
 
@@ -224,16 +216,13 @@ class Tables:
         )
 
 
-def make_tables(program: Program, costs: Mapping[str, Cost], extra_bytes: int = 0, pin_bytes: int = 0) -> Tables:
-    """`Tables` of a program, without the tasks and ways that others replace at no more seconds and bytes.
+def make_tables(instance: Instance, pin_bytes: int = 0) -> Tables:
+    """`Tables` of an instance, without the tasks and ways that others replace at no more seconds and bytes.
 
     Values of at most ``pin_bytes`` are always kept and always counted.
     """
-    pinned = pinned_values(program, pin_bytes)
-    needs = find_needs(program)
-    backward = find_backward_bytes(program)
-    outputs = frozenset(program.outputs)
-    useless = dominated_tasks(program, costs, needs.groups)
+    program, needs, backward = instance.program, instance.needs, instance.backward
+    pinned, outputs, useless = pinned_values(program, pin_bytes), frozenset(program.outputs), instance.dominated_tasks
     classes: list[list[int]] = []
     for group in needs.groups:
         alike: dict[tuple[frozenset[int], frozenset[int]], list[int]] = {}
@@ -243,8 +232,7 @@ def make_tables(program: Program, costs: Mapping[str, Cost], extra_bytes: int = 
                 alike.setdefault((frozenset(task.writes), frozenset(program.forward_reads(task))), []).append(p)
         classes += sorted(alike.values(), key=lambda tasks: len(program.tasks[tasks[0]].writes))
     members = tuple(
-        tuple(sorted((_member(program, costs, needs.rerun, p) for p in tasks), key=lambda m: (m.seconds, m.extra)))
-        for tasks in classes
+        tuple(sorted((_member(instance, p) for p in tasks), key=lambda m: (m.seconds, m.extra))) for tasks in classes
     )
     writes = tuple(tuple(sorted(set(program.tasks[tasks[0]].writes))) for tasks in classes)
     first_seconds, again_seconds = (
@@ -256,13 +244,13 @@ def make_tables(program: Program, costs: Mapping[str, Cost], extra_bytes: int = 
             makers[v].append(c)
     first = tuple(tuple(c for c in cs if first_seconds[c] < inf) for cs in makers)
     again = tuple(tuple(c for c in cs if again_seconds[c] < inf and v not in pinned) for v, cs in enumerate(makers))
-    options, option_reads, ways, uses = _options(program, costs, backward)
-    sizes = tuple(0 if v in pinned else value.bytes for v, value in enumerate(program.values))
+    options, option_reads, ways, uses = _options(instance)
+    sizes = tuple(0 if v in pinned else size for v, size in enumerate(instance.sizes))
     return Tables(
         bytes=sizes,
         output=tuple(v in outputs for v in range(len(sizes))),
-        resident_bytes=program.resident_bytes + extra_bytes + sum(program.values[v].bytes for v in pinned),
-        output_bytes=sum(sizes[v] for v in outputs),
+        resident_bytes=instance.resident_bytes + sum(instance.sizes[v] for v in pinned),
+        output_bytes=instance.output_bytes,
         reads=tuple(tuple(sorted(set(program.forward_reads(program.tasks[tasks[0]])))) for tasks in classes),
         writes=writes,
         written_bytes=tuple(sum(sizes[v] for v in program.tasks[tasks[0]].writes) for tasks in classes),
@@ -285,20 +273,18 @@ def make_tables(program: Program, costs: Mapping[str, Cost], extra_bytes: int = 
     )
 
 
-def _options(
-    program: Program, costs: Mapping[str, Cost], backward: BackwardBytes
-) -> tuple[Lists, Lists, tuple[tuple[Way, ...], ...], Lists]:
+def _options(instance: Instance) -> tuple[Lists, Lists, tuple[tuple[Way, ...], ...], Lists]:
     """`Tables.options`, ``option_reads``, ``ways`` and ``uses``."""
+    program = instance.program
     options: list[tuple[int, ...]] = []
     option_reads: list[tuple[int, ...]] = []
     ways: list[tuple[Way, ...]] = []
     uses: list[list[int]] = [[] for _ in program.values]
-    for slot, possible in enumerate(backward.possible):
+    for slot, tasks in enumerate(program.slots):
         found: dict[tuple[int, ...], list[Way]] = {}
-        for k in useful_ways(program, costs, slot, possible):
-            task = program.slots[slot][k]
-            key = tuple(sorted(set(program.forward_reads(task))))
-            way = Way(k, cost_of(task, costs).seconds, net_workspace(program, costs, task))
+        for k in instance.useful_ways(slot):
+            key = tuple(sorted(set(program.forward_reads(tasks[k]))))
+            way = Way(k, instance.cost_of(tasks[k]).seconds, instance.net_workspace(tasks[k]))
             found.setdefault(key, []).append(way)
         options.append(tuple(range(len(ways), len(ways) + len(found))))
         option_reads += found
@@ -321,11 +307,11 @@ def _changeable(program: Program, last: Sequence[int], first: Lists, again: List
     return tuple(sorted(beside, key=lambda v: (beside[v], v)))
 
 
-def _member(program: Program, costs: Mapping[str, Cost], rerun: Sequence[bool], p: int) -> Member:
-    task = program.tasks[p]
-    runs = (FIRST if task.runs != "again" else 0) | (AGAIN if rerun[p] else 0)
+def _member(instance: Instance, p: int) -> Member:
+    task = instance.program.tasks[p]
+    runs = (FIRST if task.runs != "again" else 0) | (AGAIN if instance.needs.rerun[p] else 0)
     taken = -1 if task.overwrites is None else task.overwrites
-    return Member(p, cost_of(task, costs).seconds, net_workspace(program, costs, task), taken, runs)
+    return Member(p, instance.cost_of(task).seconds, instance.net_workspace(task), taken, runs)
 
 
 def to_policy(program: Program, tables: Tables, schedule: Schedule) -> Policy:

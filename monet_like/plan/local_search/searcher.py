@@ -7,15 +7,15 @@ Policies are explained in policy.py; the simulator judges the schedules that com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import inf, isqrt
 
 from ...errors import ScheduleError
-from ...ir.program import Cost, Program
 from ...ir.schedule import Schedule, prune
-from ...ir.simulate import Report, simulate
+from ...ir.simulate import Report
+from ..instance import Instance
 from .judge import Judge
 from .native import engine
 from .policy import MOST_EARLY, Judgement, Policy, Settings, make_tables, to_policy
@@ -49,11 +49,10 @@ class Found:
 
 
 class Searcher:
-    """Policies of one program: starts, greedy cuts, crossover, annealing."""
+    """Policies of one instance: starts, greedy cuts, crossover, annealing."""
 
-    def __init__(self, program: Program, costs: Mapping[str, Cost], extra_bytes: int = 0, pin_bytes: int = 0) -> None:
-        self.program, self.costs, self.extra_bytes = program, costs, extra_bytes
-        self.tables = make_tables(program, costs, extra_bytes, pin_bytes)
+    def __init__(self, instance: Instance, pin_bytes: int = 0) -> None:
+        self.instance, self.tables = instance, make_tables(instance, pin_bytes)
         self.engine = engine(self.tables)
 
     def judge(self, policy: Policy, budget_bytes: int) -> Found | None:
@@ -66,9 +65,9 @@ class Searcher:
         judged = self.engine.judge(policy, budget_bytes)
         if judged is None:
             return None
-        schedule = prune(self.program, judged[1])
+        schedule = prune(self.instance.program, judged[1])
         try:
-            return schedule, simulate(self.program, schedule, self.costs, extra_bytes=self.extra_bytes)
+            return schedule, self.instance.simulate(schedule)
         except ScheduleError:  # the tasks of two classes interleave in one stage: not a plan
             return None
 
@@ -196,11 +195,9 @@ def quick_evaluations() -> int:
 
 
 def find_start(
-    program: Program,
-    costs: Mapping[str, Cost],
+    instance: Instance,
     budget_bytes: int,
     *,
-    extra_bytes: int = 0,
     pin_bytes: int = 0,
     seed: int = 0,
     evaluations: int | None = None,
@@ -212,7 +209,6 @@ def find_start(
     """A schedule within ``budget_bytes`` (bytes), as fast as the search finds; None if it finds none.
 
     Args:
-        extra_bytes: resident memory beyond the program's.
         pin_bytes: values up to this size are always kept, and counted throughout.
         seed: of the random changes.
         evaluations: policies judged by each of the two annealings of a round; None: a second or two's worth.
@@ -222,8 +218,8 @@ def find_start(
         enough: called with whether a schedule that fits is found; returns whether time is up. Called before every
             annealing but that of the starts.
     """
-    searcher = Searcher(program, costs, extra_bytes, pin_bytes)
-    given = None if start is None else searcher.judge(to_policy(program, searcher.tables, start), budget_bytes)
+    searcher = Searcher(instance, pin_bytes)
+    given = None if start is None else searcher.judge(to_policy(instance.program, searcher.tables, start), budget_bytes)
     found = _search(searcher, budget_bytes, seed, evaluations, rounds, given, effort, enough)
     if found is None:
         return None
@@ -237,19 +233,14 @@ def find_start(
 
 
 def smallest_known(
-    program: Program,
-    costs: Mapping[str, Cost],
-    *,
-    extra_bytes: int = 0,
-    evaluations: int | None = None,
-    enough: Callable[[], bool] = lambda: False,
+    instance: Instance, *, evaluations: int | None = None, enough: Callable[[], bool] = lambda: False
 ) -> tuple[Schedule, Report] | None:
     """The schedule with the lowest peak that a search finds, and its report. Not proven to be the lowest.
 
     Args:
         enough: returns whether time is up; asked before every annealing.
     """
-    searcher = Searcher(program, costs, extra_bytes)
+    searcher = Searcher(instance)
     starts = searcher.starts(0)
     if not starts:
         return None

@@ -25,6 +25,7 @@ from ...ir.simulate import Report, Run, simulate
 from ...ir.step import Point
 from .. import plan
 from ..budgets import smallest_budget
+from ..instance import Instance
 from ..local_search.searcher import quick_evaluations, smallest_known
 
 #: Cost key of the slot that stands for the rest of the model.
@@ -314,7 +315,7 @@ class _Asked:
             with suppress(SolverError):
                 found = smallest_budget(program, even, solver=self.solver, time_limit_seconds=max(self.seconds, 0.5))
                 return found.schedule, found.report
-        known = smallest_known(program, even, enough=self.is_over)
+        known = smallest_known(Instance(program, even), enough=self.is_over)
         if known is None:
             raise SolverError("the search found no schedule of the block at all")
         return known

@@ -20,6 +20,7 @@ from ...ir.units import format_bytes
 from ..baseline import store_all
 from ..ilp.lowest_peak import find_quickly, smallest_known_budget
 from ..ilp.search import Search
+from ..instance import Instance
 from ..local_search.searcher import find_start
 from ..offload import plans_with_copies
 from ..result import Plan
@@ -122,7 +123,9 @@ def checkmate(
     return _judged("checkmate", program, costs, plain.whole(found.schedule), extra_bytes, seconds)
 
 
-def heuristic(program: Program, costs: Mapping[str, Cost], budget_bytes: int, **options: Any) -> Schedule:
+def heuristic(
+    program: Program, costs: Mapping[str, Cost], budget_bytes: int, *, extra_bytes: int = 0, **options: Any
+) -> Schedule:
     """The schedule of the local search, in seconds; options are those of `find_quickly`.
 
     Only where it finds none, small programs are solved for their lowest peak.
@@ -131,12 +134,13 @@ def heuristic(program: Program, costs: Mapping[str, Cost], budget_bytes: int, **
         InfeasibleError: nothing fits.
         SolverError: it found nothing that fits.
     """
+    instance = Instance(program, costs, extra_bytes)
     options = {name: value for name, value in options.items() if name not in _SETTINGS}
     try:
-        found = find_quickly(program, costs, budget_bytes, **options)
+        found = find_quickly(instance, budget_bytes, **options)
     except KeyboardInterrupt:  # end at once with the start that needs no annealing, as solvers end with their incumbent
         kept = {name: value for name, value in options.items() if name not in ("seconds", "enough")}
-        schedule = find_start(program, costs, budget_bytes, **{**kept, "evaluations": 0})
+        schedule = find_start(instance, budget_bytes, **{**kept, "evaluations": 0})
         if schedule is None:
             raise
         return schedule

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from ...ir.program import Cost, Program
 from ...ir.schedule import Schedule
-from ...ir.simulate import Report, cost_of, simulate
+from ...ir.simulate import Report
 from ..baseline import store_all
+from ..instance import Instance
 from ..local_search.searcher import Searcher
 from ..subprogram import plain_operators
 
@@ -38,8 +39,9 @@ class PlainForward:
     values: tuple[tuple[int, ...], ...]
 
 
-def plain_forward(program: Program, costs: Mapping[str, Cost]) -> PlainForward:
+def plain_forward(instance: Instance) -> PlainForward:
     """Plain PyTorch's forward of a program."""
+    program = instance.program
     schedule = store_all(program)
     tasks = [program.tasks[p] for p in schedule.forward]
     place = {v: index for index, task in enumerate(tasks) for v in task.writes}
@@ -47,7 +49,7 @@ def plain_forward(program: Program, costs: Mapping[str, Cost]) -> PlainForward:
         schedule,
         tuple(frozenset(place[v] for v in program.forward_reads(task)) for task in tasks),
         tuple(sum(program.values[v].bytes for v in task.writes) for task in tasks),
-        tuple(cost_of(task, costs).seconds for task in tasks),
+        tuple(instance.cost_of(task).seconds for task in tasks),
         tuple(task.writes for task in tasks),
     )
 
@@ -61,9 +63,10 @@ class Keeping:
 
     def __init__(self, program: Program, costs: Mapping[str, Cost], extra_bytes: int = 0) -> None:
         self.plain = plain_operators(program)
-        self.program, self.costs, self.extra_bytes = self.plain.program, costs, extra_bytes
-        self.forward = plain_forward(self.program, costs)
-        self.searcher = Searcher(self.program, costs, extra_bytes)
+        self.program = self.plain.program
+        self.instance = Instance(self.program, costs, extra_bytes)
+        self.forward = plain_forward(self.instance)
+        self.searcher = Searcher(self.instance)
         #: Values that cannot be made again, such as the random state from which a dropout's mask is made again.
         self.once = {v for v, makers in enumerate(self.searcher.tables.again) if not makers}
 
@@ -75,7 +78,7 @@ class Keeping:
 
     def report(self, schedule: Schedule) -> Report:
         """The simulator's report on a schedule of ``self.program``."""
-        return simulate(self.program, schedule, self.costs, extra_bytes=self.extra_bytes)
+        return self.instance.simulate(schedule)
 
     def whole(self, schedule: Schedule) -> Schedule:
         """The schedule in the indices of the program that was given."""

@@ -20,6 +20,7 @@ from monet_like.plan import plan, store_all
 from monet_like.plan.ilp.columns import Options
 from monet_like.plan.ilp.export import Milp, milp
 from monet_like.plan.ilp.formulation import Formulation
+from monet_like.plan.instance import Instance
 from monet_like.solvers.models import CONSTANT
 
 #: The CBC that comes with PuLP.
@@ -55,7 +56,7 @@ def by_highs(path: Path) -> dict[str, float]:
 def check(whole: Milp, solved: Any, seconds: float) -> None:
     formulation = whole._formulation
     assert whole.seconds(solved) == pytest.approx(seconds, rel=1e-6)
-    report = simulate(formulation.program, whole.schedule(solved), formulation.costs)
+    report = formulation.instance.simulate(whole.schedule(solved))
     assert report.peak_bytes <= formulation.budget
     assert report.seconds == pytest.approx(seconds, rel=1e-9)
 
@@ -168,7 +169,7 @@ def test_plain_pytorchs_schedule_is_a_start() -> None:
     start = store_all(program)
     whole = milp(program, costs, peak(program, costs), start=start, options=Options(reading_only=True))
     assert whole.schedule(whole.start) == start
-    formulation = Formulation(program, costs, peak(program, costs))
+    formulation = Formulation(Instance(program, costs), peak(program, costs))
     found = solve_exactly(formulation)
     assert found is not None
     assert found[1] <= whole.seconds(whole.start) + 1e-9

@@ -17,6 +17,7 @@ from monet_like.plan.baseline import store_all
 from monet_like.plan.ilp.columns import Options
 from monet_like.plan.ilp.decode import decode, encode
 from monet_like.plan.ilp.formulation import Formulation
+from monet_like.plan.instance import Instance
 
 
 @pytest.mark.parametrize("block", range(10))
@@ -25,7 +26,7 @@ def test_optimum_is_the_best_of_all_schedules(block: int) -> None:
     for seed in range(block * 32, block * 32 + 32):
         program, costs, budget = instance(seed, 5 if seed % 8 == 0 else 4)
         wanted = best_seconds(program, costs, budget)
-        found = solve_exactly(Formulation(program, costs, budget), every_row=seed % 2 == 0)
+        found = solve_exactly(Formulation(Instance(program, costs), budget), every_row=seed % 2 == 0)
         assert (found is None) == (wanted is None), f"seed {seed}: {wanted} by trying all, {found} by the program"
         if found is not None:
             feasible += 1
@@ -63,7 +64,7 @@ def test_optimum_with_copies_that_only_the_backward_reads() -> None:
         program = with_a_copy(random.Random(seed), plain, costs)
         program.check()
         wanted = best_seconds(program, costs, budget)
-        found = solve_exactly(Formulation(program, costs, budget), every_row=seed % 2 == 0)
+        found = solve_exactly(Formulation(Instance(program, costs), budget), every_row=seed % 2 == 0)
         assert (found is None) == (wanted is None), f"seed {seed}: {wanted} by trying all, {found} by the program"
         if found is not None:
             assert simulate(program, found[0], costs).seconds == pytest.approx(wanted), f"seed {seed}"
@@ -91,7 +92,7 @@ def test_a_copy_is_gone_once_the_value_is_made_again() -> None:
     slot = (maker.task("slot", (w, tangent), (gradient,), Cost(1.0)),)
     program = Program(tuple(maker.values), tasks, (slot,), (one, other), (tangent,), (gradient,))
     program.check()
-    found = solve_exactly(Formulation(program, maker.costs, 20), every_row=True)
+    found = solve_exactly(Formulation(Instance(program, maker.costs), 20), every_row=True)
     assert found is not None and found[1] == pytest.approx(107.0)
     assert found[0].again == ((1, 2),)
 
@@ -100,7 +101,7 @@ def test_encode_is_the_inverse_of_decode() -> None:
     tried = 0
     for seed in range(60):
         program, costs, _ = instance(seed)
-        formulation = Formulation(program, costs, 1000)
+        formulation = Formulation(Instance(program, costs), 1000)
         found = solve_exactly(formulation)
         if found is None:
             continue
@@ -116,8 +117,9 @@ def test_restricted_programs_are_no_faster() -> None:
     checked = 0
     for seed in range(100, 160):
         program, costs, budget = instance(seed, 4)
-        exact = solve_exactly(Formulation(program, costs, budget))
-        restricted = solve_exactly(Formulation(program, costs, budget, options=Options(pin_bytes=2, window=1)))
+        given = Instance(program, costs)
+        exact = solve_exactly(Formulation(given, budget))
+        restricted = solve_exactly(Formulation(given, budget, options=Options(pin_bytes=2, window=1)))
         if restricted is not None:
             assert exact is not None
             assert restricted[1] >= exact[1] - 1e-6, seed
@@ -128,10 +130,10 @@ def test_restricted_programs_are_no_faster() -> None:
 def test_extra_bytes_shift_the_budget() -> None:
     for seed in range(20):
         program, costs, budget = instance(seed, 3)
-        plain = solve_exactly(Formulation(program, costs, budget))
-        shifted = Formulation(program, costs, budget + 7, extra_bytes=7).matrix()
-        assert shifted.contradiction == Formulation(program, costs, budget).matrix().contradiction
-        assert plain is None or shifted.columns == Formulation(program, costs, budget).matrix().columns
+        plain = solve_exactly(Formulation(Instance(program, costs), budget))
+        shifted = Formulation(Instance(program, costs, 7), budget + 7).matrix()
+        assert shifted.contradiction == Formulation(Instance(program, costs), budget).matrix().contradiction
+        assert plain is None or shifted.columns == Formulation(Instance(program, costs), budget).matrix().columns
 
 
 def test_prune_removes_only_useless_runs() -> None:

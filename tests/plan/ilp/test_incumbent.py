@@ -9,6 +9,7 @@ from monet_like.ir.schedule import Schedule
 from monet_like.ir.simulate import simulate
 from monet_like.plan import store_all
 from monet_like.plan.ilp.incumbent import Incumbent
+from monet_like.plan.instance import Instance
 
 PROGRAM, COSTS = network(6)
 PLAIN = store_all(PROGRAM)
@@ -20,7 +21,8 @@ def incumbent(
     budget_bytes: int = 10**9, gap: float = 0.1, refused: Schedule | None = None
 ) -> tuple[Incumbent, list[str]]:
     lines: list[str] = []
-    return Incumbent(PROGRAM, COSTS, budget_bytes, 0, gap, lambda schedule: schedule != refused, lines.append), lines
+    given = Instance(PROGRAM, COSTS)
+    return Incumbent(given, budget_bytes, gap, lambda schedule: schedule != refused, lines.append), lines
 
 
 def test_the_fastest_offer_that_fits_is_kept() -> None:

@@ -17,11 +17,11 @@ from monet_like.errors import InfeasibleError, MonetError, SolverError
 from monet_like.ir.program import Cost, Program
 from monet_like.ir.simulate import simulate
 from monet_like.plan import plan
-from monet_like.plan.analysis import floor_bytes
 from monet_like.plan.budgets import fits, pareto, smallest_budget
 from monet_like.plan.ilp import lowest_peak
 from monet_like.plan.ilp.lowest_peak import Smallest, find_lowest, minimise_peak
 from monet_like.plan.ilp.search import Search
+from monet_like.plan.instance import Instance
 from monet_like.plan.local_search.searcher import find_start, smallest_known
 from monet_like.profile.devices import DEVICES
 from monet_like.solvers.interface import installed_solvers
@@ -54,10 +54,10 @@ def test_lowest_peak_is_found_and_proven_to_the_byte() -> None:
     lower = 0
     for seed in (*HARD, *range(6)):
         program, costs = program_of(seed)
-        known = smallest_known(program, costs)
+        known = smallest_known(Instance(program, costs))
         assert known is not None
         least = least_peak(program, costs)
-        found = minimise_peak(program, costs, Smallest(*known, 0)) if least else Smallest(*known, 0)
+        found = minimise_peak(Instance(program, costs), Smallest(*known, 0)) if least else Smallest(*known, 0)
         assert found.report == simulate(program, found.schedule, costs)
         assert (found.report.peak_bytes, found.proven_bytes) == (least, least), seed
         lower += found.report.peak_bytes < known[1].peak_bytes
@@ -80,7 +80,7 @@ def test_plan_fits_pareto_and_smallest_budget_agree_on_the_lowest_peak() -> None
             ) as caught:
                 planned_peak(program, costs, least - 1, name)
             assert caught.value.proven
-            if floor_bytes(program, costs)[0] < least:  # else it is refused at once, without a solver
+            if Instance(program, costs).floor[0] < least:  # else it is refused at once, without a solver
                 assert caught.value.smallest_bytes == least
     points = pareto(program, costs, [least - 1, least], time_limit_seconds=10, gap=0.9)
     assert [point.plan is not None for point in points] == [False, True]
@@ -108,13 +108,13 @@ def test_a_tiny_net_at_its_smallest_budget_and_above() -> None:
 def test_start_that_fits_survives_a_faster_policy_that_is_no_plan() -> None:
     """What annealing ends with cannot be carried out here; greedy cuts fit."""
     program, costs = program_of(456)
-    assert find_start(program, costs, 23, evaluations=0) is not None
-    assert find_start(program, costs, 23) is not None
+    assert find_start(Instance(program, costs), 23, evaluations=0) is not None
+    assert find_start(Instance(program, costs), 23) is not None
 
 
 def test_larger_programs_are_bisected_down_to_the_wanted_budget() -> None:
     program, costs = program_of(215)
-    known = smallest_known(program, costs)
+    known = smallest_known(Instance(program, costs))
     assert known is not None
     large = Smallest(known[0], simulate(program, known[0], costs, extra_bytes=1000), 400)
     asked: list[int] = []
@@ -127,18 +127,19 @@ def test_larger_programs_are_bisected_down_to_the_wanted_budget() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lowest_peak, "is_small", lambda _: False)
-        found = find_lowest(program, costs, large, ask)
+        found = find_lowest(Instance(program, costs), large, ask)
         assert asked[0] == (400 + large.report.peak_bytes) // 2 == 708
         assert asked[1:4] == [554, 631, 592]  # 554 is not proven, so what is proven stays
         assert found.proven_bytes == 400
         assert 600 <= found.report.peak_bytes <= 606
         asked.clear()
-        assert find_lowest(program, costs, Smallest(large.schedule, large.report, 40), ask).proven_bytes == 529
+        low = Smallest(large.schedule, large.report, 40)
+        assert find_lowest(Instance(program, costs), low, ask).proven_bytes == 529
         asked.clear()
-        found = find_lowest(program, costs, large, ask, enough_bytes=650)
+        found = find_lowest(Instance(program, costs), large, ask, enough_bytes=650)
         assert min(asked) == found.report.peak_bytes == 650
         asked.clear()
-        found = find_lowest(program, costs, large, ask, enough_bytes=590)
+        found = find_lowest(Instance(program, costs), large, ask, enough_bytes=590)
         assert found.report.peak_bytes > 590
         assert min(asked) >= 590
 
@@ -154,7 +155,8 @@ def test_a_quick_search_gives_the_integer_program_no_more_seconds_than_it_has(mo
     monkeypatch.setattr(lowest_peak, "minimise_peak", minimise)
     for seconds, most in ((2.5, 2.5), (0.0, 0.0), (1000.0, lowest_peak.SECONDS)):
         given.clear()
-        assert lowest_peak.find_quickly(program, costs, least_peak(program, costs), seconds=seconds) is not None
+        budget = least_peak(program, costs)
+        assert lowest_peak.find_quickly(Instance(program, costs), budget, seconds=seconds) is not None
         assert given == [most]
 
 
@@ -164,7 +166,7 @@ def test_errors_name_the_smallest_known_budget(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(f"monet_like.plan.ilp.{place}.is_small", lambda _: False)
     monkeypatch.setattr(Search, "_solve", lambda *_: "no_incumbent")
     monkeypatch.setattr(Search, "_refine", lambda *_, **__: None)
-    known = smallest_known(program, costs)
+    known = smallest_known(Instance(program, costs))
     assert known is not None
     bytes_ = known[1].peak_bytes
     assert least_peak(program, costs) < bytes_
@@ -177,5 +179,5 @@ def test_errors_name_the_smallest_known_budget(monkeypatch: pytest.MonkeyPatch) 
     ):
         plan(program, costs, bytes_ - 1, strategy="heuristic")
     with pytest.raises(MonetError) as caught:
-        plan(program, costs, floor_bytes(program, costs)[0] - 1, strategy="heuristic")
+        plan(program, costs, Instance(program, costs).floor[0] - 1, strategy="heuristic")
     assert getattr(caught.value, "proven", False)

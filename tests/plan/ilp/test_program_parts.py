@@ -15,6 +15,7 @@ from monet_like.plan.bound import cuts as partition
 from monet_like.plan.bound.cuts import split
 from monet_like.plan.bound.parts import PartsRelaxation
 from monet_like.plan.ilp.primal_recovery import Recovery, recover_plan
+from monet_like.plan.instance import Instance
 from monet_like.plan.local_search.searcher import Searcher
 from monet_like.solvers.pool import Pool
 
@@ -30,8 +31,8 @@ def composed(
     program: Program, costs: dict[str, Cost], budget: int, pool: Pool
 ) -> tuple[PartsRelaxation, Recovery | None]:
     """The parts of a program and what they give, with all the time in the world."""
-    parts = PartsRelaxation(program, costs, pool)
-    return parts, recover_plan(parts, Searcher(program, costs, 0, 0), budget)
+    parts = PartsRelaxation(Instance(program, costs), pool)
+    return parts, recover_plan(parts, Searcher(Instance(program, costs)), budget)
 
 
 def blocks_in_a_row(blocks: int, seed: int = 0, again: bool = False) -> tuple[Program, dict[str, Cost]]:
@@ -151,15 +152,15 @@ def test_values_that_only_the_backward_uses_do_not_cross_cuts() -> None:
 
 def test_relaxation_without_time_gives_no_bound(pool: Pool) -> None:
     program, costs = blocks_in_a_row(20)
-    parts = PartsRelaxation(program, costs, pool, time_left=lambda: 0.0)
+    parts = PartsRelaxation(Instance(program, costs), pool, time_left=lambda: 0.0)
     assert parts.shortest_path(0.0) is None
-    assert recover_plan(parts, Searcher(program, costs, 0, 0), 10**6) is None
+    assert recover_plan(parts, Searcher(Instance(program, costs)), 10**6) is None
 
 
 def test_dead_workers_give_no_path() -> None:
     program, costs = blocks_in_a_row(20)
     with Pool() as pool:
-        parts = PartsRelaxation(program, costs, pool)
+        parts = PartsRelaxation(Instance(program, costs), pool)
         assert parts.shortest_path(0.0) is not None
         for lent in pool.workers:
             lent.child.kill()

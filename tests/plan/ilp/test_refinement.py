@@ -15,11 +15,12 @@ from monet_like.errors import ScheduleError
 from monet_like.ir.program import Cost, Program, Task, Value
 from monet_like.ir.schedule import Schedule, prune
 from monet_like.ir.simulate import simulate
-from monet_like.plan.analysis import find_needs, fitting_runs
+from monet_like.plan.analysis import find_needs
 from monet_like.plan.bound import relaxation
 from monet_like.plan.bound.refinement import Refinement
 from monet_like.plan.bound.relaxation import block_program
 from monet_like.plan.ilp.formulation import Formulation
+from monet_like.plan.instance import Instance
 from monet_like.plan.random_schedules import random_schedule
 from monet_like.solvers.matrix import ONE, total
 
@@ -28,7 +29,7 @@ def test_any_blocks_and_rows_bound_the_best_schedule_and_the_finest_mostly_equal
     tried = exact = 0
     for seed in range(200, 280):
         program, costs, budget = instance(seed, 4)
-        found = solve_exactly(Formulation(program, costs, budget))
+        found = solve_exactly(Formulation(Instance(program, costs), budget))
         if found is None:
             continue
         rng, groups = random.Random(seed), range(len(find_needs(program).groups))
@@ -37,7 +38,7 @@ def test_any_blocks_and_rows_bound_the_best_schedule_and_the_finest_mostly_equal
         for alone in ((), some, slots):
             possible = {slot + 1 for slot in alone} & set(find_needs(program).stages) | {0}
             runs = [(stage, group) for stage in sorted(possible) for group in groups if rng.random() < 0.8]
-            blocks = block_program(program, costs, budget, alone, runs=runs)
+            blocks = block_program(Instance(program, costs), budget, alone, runs=runs)
             best = optimum(blocks.matrix)
             assert best is not None, seed
             assert best <= found[1] + 1e-6, (seed, alone, runs)
@@ -68,7 +69,7 @@ def test_rows_over_several_blocks_raise_the_linear_bound_and_keep_the_optimum(mo
         values = []
         for share in (2.0, 0.01):  # no value is that big; all are
             monkeypatch.setattr(relaxation, "BIG_SHARE", share)
-            problem = block_program(program, costs, budget, range(len(program.slots))).matrix
+            problem = block_program(Instance(program, costs), budget, range(len(program.slots))).matrix
             relaxed = replace(problem, integral=np.zeros(problem.columns, dtype=bool))
             values.append((optimum(problem), optimum(relaxed)))
         (plain, before), (strong, after) = values
@@ -86,8 +87,8 @@ def test_reruns_ruled_out_by_fitting_runs_are_in_no_schedule() -> None:
     for seed in range(200, 240):
         program, costs, budget = instance(seed, 4)
         needs = find_needs(program)
-        for slot, fitting in enumerate(fitting_runs(program, costs, budget)):
-            formulation = Formulation(program, costs, budget)
+        for slot, fitting in enumerate(Instance(program, costs).fitting_runs(budget)):
+            formulation = Formulation(Instance(program, costs), budget)
             gone = [
                 run for (p, t), run in formulation.e.items()
                 if t == slot + 1 and p not in fitting and needs.rerun[p]
@@ -103,10 +104,10 @@ def test_points_of_the_finest_blocks_decode_to_their_schedule() -> None:
     tried = 0
     for seed in range(200, 250):
         program, costs, budget = instance(seed, 4)
-        found = solve_exactly(Formulation(program, costs, budget))
+        found = solve_exactly(Formulation(Instance(program, costs), budget))
         if found is None or find_needs(program).stages != tuple(range(len(program.slots) + 1)):
             continue
-        blocks = block_program(program, costs, budget, range(len(program.slots)))
+        blocks = block_program(Instance(program, costs), budget, range(len(program.slots)))
         point = blocks.point(found[0])
         assert point is not None
         assert blocks.schedule(point) == prune(program, found[0])
@@ -120,10 +121,10 @@ def test_refinement_proves_the_best_schedule_of_small_programs() -> None:
     for seed in range(60):
         program, costs = random_program(random.Random(seed), 5)
         budget = program.resident_bytes + 12
-        found = solve_exactly(Formulation(program, costs, budget))
+        found = solve_exactly(Formulation(Instance(program, costs), budget))
         if found is None or not program.slots:
             continue
-        refinement, proof = Refinement(program, costs, budget), 0.0
+        refinement, proof = Refinement(Instance(program, costs), budget), 0.0
         while True:
             step = refinement.step(found[0], found[1], 1e-6, 10.0)
             steps += 1
@@ -143,14 +144,14 @@ def test_refinement_proves_the_best_schedule_of_small_programs() -> None:
 def test_schedule_over_the_budget_is_no_start() -> None:
     for seed in range(60):
         program, costs, budget = instance(seed, 4)
-        roomy = solve_exactly(Formulation(program, costs, 1 << 40))
-        tight = solve_exactly(Formulation(program, costs, budget))
+        roomy = solve_exactly(Formulation(Instance(program, costs), 1 << 40))
+        tight = solve_exactly(Formulation(Instance(program, costs), budget))
         if roomy is None or tight is None or simulate(program, roomy[0], costs).peak_bytes <= budget:
             continue
         groups = range(len(find_needs(program).groups))
         stages = find_needs(program).stages
         runs = [(stage, group) for stage in stages for group in groups]
-        fine = block_program(program, costs, budget, range(len(program.slots)), runs=runs)
+        fine = block_program(Instance(program, costs), budget, range(len(program.slots)), runs=runs)
         if fine.point(roomy[0]) is None:
             return
     raise AssertionError("no row refused a schedule that is over the budget")
@@ -164,10 +165,10 @@ def test_runs_in_a_stage_where_no_plan_reruns_get_no_row() -> None:
         stages = find_needs(program).stages
         for schedule in _moved_to_other_stages(program, costs, seed, stages):
             report = simulate(program, schedule, costs)
-            refinement = Refinement(program, costs, 0)
+            refinement = Refinement(Instance(program, costs), 0)
             refinement._refine(schedule, report)
             assert refinement.runs <= {(stage, group) for stage in stages for group in range(len(program.tasks))}
-            block_program(program, costs, 0, refinement.alone, runs=sorted(refinement.runs))
+            block_program(Instance(program, costs), 0, refinement.alone, runs=sorted(refinement.runs))
             tried += 1
         if tried >= 2:
             return

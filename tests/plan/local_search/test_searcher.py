@@ -18,6 +18,7 @@ from monet_like.ir.program import Cost, Program, Task, Value
 from monet_like.ir.schedule import Schedule, prune
 from monet_like.ir.simulate import simulate
 from monet_like.plan import store_all
+from monet_like.plan.instance import Instance
 from monet_like.plan.local_search.judge import Judge
 from monet_like.plan.local_search.native import NativeEngine, library
 from monet_like.plan.local_search.policy import Settings, make_tables, to_policy
@@ -34,7 +35,7 @@ def test_compiled_and_python_judges_agree_to_the_bit_and_with_the_simulator(firs
     judged = 0
     for seed in range(first, 150, 5):
         program, costs = random_program(random.Random(seed), 6) if seed < 140 else network(seed - 125)
-        tables = make_tables(program, costs, pin_bytes=seed % 3)
+        tables = make_tables(Instance(program, costs), pin_bytes=seed % 3)
         native, python = NativeEngine(tables, compiled), Judge(tables)
         budget = program.resident_bytes + 18
         start = tables.policy([True] * len(tables.bytes), hold=True, smallest=False)
@@ -42,7 +43,7 @@ def test_compiled_and_python_judges_agree_to_the_bit_and_with_the_simulator(firs
         assert native.judge(found, budget) == python.judge(found, budget), seed
         answer = native.judge(found, budget)
         if answer is not None and not seed % 3:
-            plan = Searcher(program, costs).plan(found, budget)
+            plan = Searcher(Instance(program, costs)).plan(found, budget)
             assert plan is not None
             assert plan[1].peak_bytes == answer[0].peak_bytes, seed
             assert plan[1].seconds == pytest.approx(answer[0].seconds, rel=1e-12), seed
@@ -55,7 +56,7 @@ def test_ample_budget_gives_the_fastest_ways_without_reruns(engine: str, monkeyp
     if engine == "python":
         monkeypatch.setattr("monet_like.plan.local_search.native.library", lambda: None)
     program, costs = network(12)
-    schedule = find_start(program, costs, peak(program, costs), evaluations=0)
+    schedule = find_start(Instance(program, costs), peak(program, costs), evaluations=0)
     assert schedule is not None
     report = simulate(program, schedule, costs)
     assert report.rerun_seconds == 0
@@ -69,10 +70,10 @@ def test_local_search_fits_smaller_budgets(share: float, engine: str, monkeypatc
         monkeypatch.setattr("monet_like.plan.local_search.native.library", lambda: None)
     program, costs = network(40)
     budget = int(peak(program, costs) * share)
-    schedule = find_start(program, costs, budget, evaluations=300)
+    schedule = find_start(Instance(program, costs), budget, evaluations=300)
     assert schedule is not None
     assert simulate(program, schedule, costs).peak_bytes <= budget
-    known = smallest_known(program, costs, evaluations=300)
+    known = smallest_known(Instance(program, costs), evaluations=300)
     assert known is not None and known[1].peak_bytes < peak(program, costs) / 2
     assert known[1] == simulate(program, known[0], costs)
 
@@ -80,8 +81,8 @@ def test_local_search_fits_smaller_budgets(share: float, engine: str, monkeypatc
 def test_local_search_is_reproducible_and_no_worse_than_its_start() -> None:
     program, costs = network(30)
     budget = peak(program, costs) // 2
-    first, second = (find_start(program, costs, budget, evaluations=200) for _ in range(2))
-    none = find_start(program, costs, budget, evaluations=0)
+    first, second = (find_start(Instance(program, costs), budget, evaluations=200) for _ in range(2))
+    none = find_start(Instance(program, costs), budget, evaluations=0)
     assert first is not None
     assert first == second
     if none is not None:
@@ -94,7 +95,7 @@ def test_local_search_nearly_always_finds_the_best_of_all_schedules() -> None:
         program, costs = random_program(random.Random(seed), 4)
         budget = program.resident_bytes + 18
         best = best_seconds(program, costs, budget)
-        schedule = find_start(program, costs, budget, evaluations=1000)
+        schedule = find_start(Instance(program, costs), budget, evaluations=1000)
         possible += best is not None
         if schedule is None:
             continue
@@ -110,7 +111,7 @@ def test_local_search_nearly_always_finds_the_best_of_all_schedules() -> None:
 
 def test_crossover_joins_the_good_stretches_of_two_policies() -> None:
     program, costs = network(40)
-    searcher, budget = Searcher(program, costs), peak(program, costs)
+    searcher, budget = Searcher(Instance(program, costs)), peak(program, costs)
     kept, values = {*range(len(program.values))}, searcher.tables.changeable
     half = {*values[: round(len(values) / 2)]}
     found = [searcher.judge(searcher.keeping(kept - dropped), budget) for dropped in (set(), half, set(values) - half)]
@@ -125,10 +126,10 @@ def test_crossover_joins_the_good_stretches_of_two_policies() -> None:
 def test_steps_near_the_lowest_peak_are_at_most_a_few_times_slower(depth: int, most: float) -> None:
     """Alone, annealing ends where every result is made anew for nearly every reader, at 7 and 11 times the seconds."""
     program, costs = network(depth)
-    known = smallest_known(program, costs, evaluations=3000)
+    known = smallest_known(Instance(program, costs), evaluations=3000)
     assert known is not None
     budget = int(1.2 * known[1].peak_bytes)
-    schedule = find_start(program, costs, budget, evaluations=3000)
+    schedule = find_start(Instance(program, costs), budget, evaluations=3000)
     assert schedule is not None
     found = simulate(program, schedule, costs)
     assert found.peak_bytes <= budget
@@ -137,7 +138,7 @@ def test_steps_near_the_lowest_peak_are_at_most_a_few_times_slower(depth: int, m
 
 def test_search_ends_with_its_best_schedule_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     program, costs = network(30)
-    known = smallest_known(program, costs, evaluations=3000)
+    known = smallest_known(Instance(program, costs), evaluations=3000)
     assert known is not None
     budget = int(1.2 * known[1].peak_bytes)  # near enough for crossing
     improve, annealed = Searcher.improve, []
@@ -148,7 +149,7 @@ def test_search_ends_with_its_best_schedule_when_time_is_up(monkeypatch: pytest.
 
     def found(**options: Any) -> Schedule | None:
         annealed.clear()
-        return find_start(program, costs, budget, evaluations=3000, rounds=3, **options)
+        return find_start(Instance(program, costs), budget, evaluations=3000, rounds=3, **options)
 
     monkeypatch.setattr(Searcher, "improve", counted)
     whole = found()
@@ -168,9 +169,9 @@ def test_search_ends_with_its_best_schedule_when_time_is_up(monkeypatch: pytest.
 def test_schedule_to_policy_and_back_is_the_same_schedule() -> None:
     program, costs = network(30)
     budget = int(peak(program, costs) * 0.5)
-    schedule = find_start(program, costs, budget, evaluations=3000)
+    schedule = find_start(Instance(program, costs), budget, evaluations=3000)
     assert schedule is not None
-    searcher = Searcher(program, costs)
+    searcher = Searcher(Instance(program, costs))
     again = searcher.judge(to_policy(program, searcher.tables, schedule), budget)
     assert again is not None
     assert again.judgement.peak_bytes <= budget
@@ -189,7 +190,7 @@ def test_tasks_that_run_only_first_write_no_value_twice_in_the_forward() -> None
     )
     slots = ((Task("back", (1, 2), (), "slow"),),)
     program = Program(values, tasks, slots, (3,))
-    searcher = Searcher(program, {"slow": Cost(2.0), "fast": Cost(1.0)})
+    searcher = Searcher(Instance(program, {"slow": Cost(2.0), "fast": Cost(1.0)}))
     tables, compiled = searcher.tables, library()
     carried_out = set()
     for keep, prefer in product(product((False, True), repeat=4), product((-1, *range(len(tables.writes))), repeat=2)):
@@ -199,14 +200,14 @@ def test_tasks_that_run_only_first_write_no_value_twice_in_the_forward() -> None
         assert compiled is None or NativeEngine(tables, compiled).judge(policy, 10) == answer
         if answer is not None:
             schedule = prune(program, answer[1])
-            assert simulate(program, schedule, searcher.costs).seconds == answer[0].seconds
+            assert searcher.instance.simulate(schedule).seconds == answer[0].seconds
             carried_out.add(schedule.forward)
     assert carried_out == {(0, 2, 4), (0, 1, 3, 4)}
 
 
 def test_policies_that_lack_a_needed_value_give_no_schedule() -> None:
     program, costs = network(3)
-    searcher = Searcher(program, costs)
+    searcher = Searcher(Instance(program, costs))
     assert searcher.plan(searcher.keeping(()), peak(program, costs)) is not None
     barren = searcher.tables.__class__(**(vars(searcher.tables) | {"again": ((),) * len(searcher.tables.again)}))
     nothing = barren.policy([False] * len(barren.bytes), hold=False, smallest=False)
@@ -234,6 +235,6 @@ def test_the_fastest_ways_have_a_plan_where_a_gpu_has_many_batch_norms() -> None
     for seed in range(40):
         draw = random.Random(seed)
         costs = {task.cost: Cost(draw.uniform(1.0, 3.0), 0) for task in captured.every_task()}
-        searcher = Searcher(captured.program, costs)
+        searcher = Searcher(Instance(captured.program, costs))
         everything = [True] * len(captured.program.values)
         assert searcher.judge(searcher.tables.policy(everything, hold=True, smallest=False), 2**40), seed
