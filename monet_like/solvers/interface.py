@@ -51,7 +51,6 @@ class Solution:
         objective_seconds: its objective.
         bound_seconds: no point of this program is below it; -inf if nothing is known.
         gap: ``(objective - bound) / objective``; inf without an incumbent.
-        wall_seconds: of the solve, starting the process included.
         message: the solver's own words.
     """
 
@@ -60,7 +59,6 @@ class Solution:
     objective_seconds: float
     bound_seconds: float
     gap: float
-    wall_seconds: float
     message: str = ""
 
 
@@ -128,11 +126,11 @@ def solve(
     import numpy as np
 
     name = check_solver(solver)
-    started = time.monotonic()
+    ends = time.monotonic() + time_limit_seconds
     if problem.contradiction:
-        return Solution("infeasible", None, float("inf"), float("inf"), float("inf"), 0.0, "a row cannot hold")
+        return Solution("infeasible", None, float("inf"), float("inf"), float("inf"), "a row cannot hold")
     if problem.columns == 0:
-        return _judge(problem, {"status": "optimal", "x": np.zeros(0)}, problem.offset, started, gap)
+        return _judge(problem, {"status": "optimal", "x": np.zeros(0)}, problem.offset, gap)
     reserved = 0.5 + 0.03 * time_limit_seconds
     if name == "CBC":  # it looks at the clock only between two rounds of cuts, which take longer in larger programs
         reserved = min(0.5 + 0.15 * time_limit_seconds, 3.0 + CUTS_SECONDS * problem.matrix.nnz)
@@ -141,12 +139,12 @@ def solve(
     job["log"] = watch is not None
     log = _Log(problem, watch)
     with TemporaryDirectory(prefix="monet_like_") if name == "CBC" else nullcontext("") as folder:
-        answer = _run_child(job | {"folder": folder}, started + time_limit_seconds, log, stop)
+        answer = _run_child(job | {"folder": folder}, ends, log, stop)
     bound = answer.get("bound")
     bound = max(log.bound, bound if bound is not None and np.isfinite(bound) else -np.inf)
     if answer.get("x") is None and start is not None and MEANING.get(answer["status"]) == "limit":
         answer["x"] = start
-    return _judge(problem, answer, bound + problem.offset, started, gap)
+    return _judge(problem, answer, bound + problem.offset, gap)
 
 
 def job_for(problem: MatrixProgram, solver: str, limit: float, gap: float, threads: int = 1) -> dict[str, Any]:
@@ -172,7 +170,7 @@ def job_for(problem: MatrixProgram, solver: str, limit: float, gap: float, threa
     }
 
 
-def _judge(problem: MatrixProgram, answer: dict[str, Any], bound: float, started: float, gap: float) -> Solution:
+def _judge(problem: MatrixProgram, answer: dict[str, Any], bound: float, gap: float) -> Solution:
     """Check a worker's answer: the only place where a status and values become a `Solution`."""
     import numpy as np
 
@@ -182,11 +180,10 @@ def _judge(problem: MatrixProgram, answer: dict[str, Any], bound: float, started
         rounded = np.where(problem.integral, np.round(x), np.clip(x, 0.0, 1.0))
         distance = float(np.abs(rounded - x)[problem.integral].max(initial=0.0))
         x = rounded if distance < 1e-3 and problem.violation(rounded) < TOLERANCE else None
-    seconds, unit = time.monotonic() - started, problem.seconds_per_unit
-    message = str(answer.get("message") or answer["status"])
+    message, unit = str(answer.get("message") or answer["status"]), problem.seconds_per_unit
     if x is None:
         without: dict[str, Status] = {"infeasible": "infeasible", "limit": "no_incumbent"}
-        return Solution(without.get(meaning, "error"), None, float("inf"), bound * unit, float("inf"), seconds, message)
+        return Solution(without.get(meaning, "error"), None, float("inf"), bound * unit, float("inf"), message)
     objective = float(problem.cost @ x + problem.offset)
     if (
         meaning == "optimal" and answer.get("bound") is None
@@ -195,7 +192,7 @@ def _judge(problem: MatrixProgram, answer: dict[str, Any], bound: float, started
     bound = min(bound, objective)
     reached = (objective - bound) / abs(objective) if objective else 0.0
     proven = meaning == "optimal" or reached <= gap
-    return Solution("optimal" if proven else "feasible", x, objective * unit, bound * unit, reached, seconds, message)
+    return Solution("optimal" if proven else "feasible", x, objective * unit, bound * unit, reached, message)
 
 
 class _Log:

@@ -42,7 +42,7 @@ def unbeaten(points: list[Point]) -> list[Amounts]:
 
 def bounds(relaxation: BlockRelaxation, asked: list[tuple[Prices, tuple[Limit, ...]]], pool: Pool) -> list[float]:
     """The relaxation's optimum for each; inf where it has no point."""
-    matrices = [relaxation.priced(prices, limits) for prices, limits in asked]
+    matrices = [matrix for prices, limits in asked for matrix in relaxation.programs(prices, limits)]
     answers = pool.solve(matrices, 10.0, 1e-9, lambda: 100.0)
     assert all(answer is not None for answer in answers)
     return [

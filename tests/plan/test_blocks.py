@@ -211,7 +211,7 @@ def test_points_that_others_dominate_are_removed() -> None:
 
 def test_a_solver_that_finds_nothing_in_time_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """A search chooses then, within the budget, and mostly the fastest points."""
-    late = Solution("no_incumbent", None, math.inf, -math.inf, math.inf, 0.0)
+    late = Solution("no_incumbent", None, math.inf, -math.inf, math.inf)
     monkeypatch.setattr(blocks, "solve", lambda *_, **__: late)
     best = 0
     for seed in range(40):

@@ -25,7 +25,7 @@ from ...solvers.pool import Pool
 from ..instance import Instance
 from .cuts import split
 from .pieces import PROGRAM_GAP, PROGRAM_SECONDS, Amounts, Answer, Limit, Prices, Solved
-from .relaxation import BlockProgram, block_program
+from .relaxation import BlockProgram
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -309,5 +309,5 @@ class PartsRelaxation:
         program = Program(values, tuple(tasks), tuple(slots), outputs)
         if (program, leaves) not in self.shapes:
             small = Instance(program, self.instance.costs)
-            self.shapes[program, leaves] = _Shape(block_program(small, required=leaves))
+            self.shapes[program, leaves] = _Shape(BlockProgram(small).build(leaves))
         return _PartProgram(self.shapes[program, leaves], tuple(own), tuple(ways))

@@ -26,7 +26,7 @@ schedules within the limit (`Limit`), and other schedules are never needed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from math import inf
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
@@ -38,7 +38,7 @@ from ...solvers.dialects import MEANING
 from ...solvers.matrix import Expr, MatrixProgram, total
 from ..instance import Instance
 from ..subprogram import Subprogram, without_refused
-from .relaxation import BIG_SHARE, NO_BUDGET, BlockProgram, RelaxationBuilder
+from .relaxation import BIG_SHARE, BlockProgram
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -123,37 +123,41 @@ class Relaxation(Protocol):
         """What the answers to `programs` say, each as `Pool.solve` gives it; None: one that is needed is missing."""
 
 
-@dataclass(frozen=True, eq=False)
-class BlockRelaxation:
-    """The relaxation of one block's program.
+class BlockRelaxation(BlockProgram):
+    """The relaxation of one block's program, with the columns F and R instead of a budget; a `Relaxation`.
 
     Attributes:
-        blocks: its columns and rows.
         forward_peak, backward_peak: F, and R plus ``shrinkage_bytes``, as shares of ``room_bytes``.
         room_bytes: no peak of the block is larger.
         shrinkage_bytes: see above.
         part: the tasks and ways that the device does not refuse; None: all.
     """
 
-    blocks: BlockProgram
-    forward_peak: Expr
-    backward_peak: Expr
-    room_bytes: int
-    shrinkage_bytes: int = 0
-    part: Subprogram | None = None
+    def __init__(self, instance: Instance, alone: Iterable[int], part: Subprogram | None) -> None:
+        super().__init__(instance, alone=alone)
+        program, self.part = instance.program, part
+        workspaces = (instance.cost_of(task).workspace_bytes for task in program.every_task())
+        again = (task for task in program.tasks if task.runs != "first")
+        runs = [*again, *(way for slot in program.slots for way in slot)]
+        self.shrinkage_bytes = -min([0, *map(instance.running_bytes, runs)])
+        self.room_bytes = 1 + max(workspaces, default=0) + 2 * sum(self.sizes) + self.shrinkage_bytes
+        self.big_bytes = BIG_SHARE * sum(self.sizes)
+        self.forward_peak = self.builder.column(integral=False)
+        self.backward_peak = self.builder.column(integral=False)
+        #: What `point_of` takes off the memory of the backward. Results count once in the rows. Those that the backward
+        #: reads may be taken off once more: `point_of` counts them as there, although they may be freed before the
+        #: peak.
+        self.backward_there = self.resident + self.output_bytes + sum(self.sizes[v] for v in program.tangents)
+        self.backward_there += sum(self.sizes[v] for v in self.outputs if self._read_later(v))
 
-    def priced(self, prices: Prices, limits: Sequence[Limit] = ()) -> MatrixProgram:
-        """The program whose optimum is the bound at these prices, for schedules within the limits."""
-        matrix = self.blocks.priced(prices.carried)
+    def programs(self, prices: Prices, limits: Sequence[Limit] = ()) -> list[MatrixProgram]:
+        """As of `Relaxation`: one, whose optimum is the bound at these prices, for schedules within the limits."""
+        matrix = self.priced(prices.carried)
         cost = matrix.cost.copy()
         for peak, price in ((self.forward_peak, prices.forward), (self.backward_peak, prices.backward)):
             cost[peak.terms[0][0]] = price * self.room_bytes / matrix.seconds_per_unit
         offset = matrix.offset - prices.backward * self.shrinkage_bytes / matrix.seconds_per_unit
-        return self._limited(replace(matrix, cost=cost, offset=offset), limits)
-
-    def programs(self, prices: Prices, limits: Sequence[Limit]) -> list[MatrixProgram]:
-        """As of `Relaxation`."""
-        return [self.priced(prices, limits)]
+        return [self._limited(replace(matrix, cost=cost, offset=offset), limits)]
 
     def read(self, prices: Prices, programs: Sequence[MatrixProgram], answers: Sequence[Solved]) -> Answer | None:
         """As of `Relaxation`."""
@@ -167,7 +171,7 @@ class BlockRelaxation:
 
     def amounts(self, x: NDArray[Any]) -> Amounts:
         """What a point of the program stands for."""
-        matrix = self.blocks.matrix
+        matrix = self.matrix
         seconds = (float(matrix.cost @ x) + matrix.offset) * matrix.seconds_per_unit
         return Amounts(seconds, *(self._expressions[name].value(x) * self.room_bytes for name in self._expressions))
 
@@ -175,15 +179,13 @@ class BlockRelaxation:
         """A schedule of the block with the runs of a point, each just before the slot that needs it; it may break a
         rule.
         """
-        schedule = self.blocks.schedule(x)
+        schedule = super().schedule(x)
         return schedule if self.part is None else self.part.whole(schedule)
 
     @cached_property
     def _expressions(self) -> dict[Amount, Expr]:
         """Every amount as a share of ``room_bytes``."""
-        sizes = self.blocks.program.values
-        held = self.blocks.carried[0] if self.blocks.carried else {}
-        carried = total(kept * (sizes[v].bytes / self.room_bytes) for v, kept in held.items())
+        carried = total(kept * (self.sizes[v] / self.room_bytes) for v, kept in self.carried().items())
         backward = self.backward_peak + Expr(-self.shrinkage_bytes / self.room_bytes)
         return {"carried": carried, "forward": self.forward_peak, "backward": backward}
 
@@ -210,6 +212,33 @@ class BlockRelaxation:
             upper=np.append(matrix.upper, upper),
         )
 
+    def _read_later(self, v: int) -> bool:
+        """Whether something in the backward may read a value."""
+        again = any(self.program.tasks[p].runs != "first" for p in self.readers[v])
+        return again or any(v in way.reads for slot in self.program.slots for way in slot)
+
+    def _fits(self, parts: list[Expr], fixed_bytes: int, forward: bool = False) -> None:
+        """The row "these bytes are at most the peak", instead of the budget."""
+        there, peak = (self.resident, self.forward_peak) if forward else (self.backward_there, self.backward_peak)
+        there -= 0 if forward else self.shrinkage_bytes
+        above = total([*parts, Expr(float(fixed_bytes - there))])
+        self.builder.at_most(above * (1 / self.room_bytes), peak)
+
+    def _carry(self, t: int) -> None:
+        self.backward_there += self.shrinkage_bytes  # for row (6)
+        super()._carry(t)
+        self.backward_there -= self.shrinkage_bytes
+        if t == 1:  # row (a)
+            kept = [held * self.sizes[v] for v, held in self.carried().items()]
+            self._fits(kept, self.resident + self.output_bytes, forward=True)
+
+    def _slot(self, slot: int) -> dict[int, Expr]:
+        chosen = super()._slot(slot)
+        parts = [self._extra_of_ways(slot, chosen)]  # row (c)
+        parts += [reads * self.sizes[v] for v, reads in self.way_reads[slot].items()]
+        self._fits(parts, self.resident + self.output_bytes + self.backward.during[slot])
+        return chosen
+
 
 def block_relaxation(program: Program, costs: Mapping[str, Cost]) -> BlockRelaxation:
     """Build the relaxation of a block. Copies that overlap with computing count no seconds, since they may be hidden.
@@ -223,57 +252,6 @@ def block_relaxation(program: Program, costs: Mapping[str, Cost]) -> BlockRelaxa
     tasks = tuple(replace(task, cost="") if task.copies == "start" else task for task in program.tasks)
     program = replace(program, tasks=tasks)
     small = len(program.slots) <= MOST_ALONE
-    builder = _Builder(Instance(program, costs), range(len(program.slots)) if small else ())
-    stages = [0, *(slot + 1 for slot in sorted(builder.alone))] if small else []
-    blocks = builder.build(set(), [(stage, group) for stage in stages for group in range(len(builder.needs.groups))])
-    return BlockRelaxation(
-        blocks, builder.forward_peak, builder.backward_peak, builder.room_bytes, builder.shrinkage_bytes, part
-    )
-
-
-class _Builder(RelaxationBuilder):
-    """Builds the relaxation with the columns F and R instead of a budget."""
-
-    def __init__(self, instance: Instance, alone: Iterable[int]) -> None:
-        super().__init__(instance, NO_BUDGET, set(alone))
-        program = instance.program
-        workspaces = (instance.cost_of(task).workspace_bytes for task in program.every_task())
-        again = (task for task in program.tasks if task.runs != "first")
-        runs = [*again, *(way for slot in program.slots for way in slot)]
-        self.shrinkage_bytes = -min([0, *map(instance.running_bytes, runs)])
-        self.room_bytes = 1 + max(workspaces, default=0) + 2 * sum(self.sizes) + self.shrinkage_bytes
-        self.big_bytes = BIG_SHARE * sum(self.sizes)
-        self.forward_peak = self.builder.column(integral=False)
-        self.backward_peak = self.builder.column(integral=False)
-        #: What `point_of` takes off the memory of the backward. Results count once in the rows. Those that the backward
-        #: reads may be taken off once more: `point_of` counts them as there, although they may be freed before the
-        #: peak.
-        self.backward_there = self.resident + self.output_bytes + sum(self.sizes[v] for v in program.tangents)
-        self.backward_there += sum(self.sizes[v] for v in self.outputs if self._read_later(v))
-
-    def _read_later(self, v: int) -> bool:
-        """Whether something in the backward may read a value."""
-        again = any(self.program.tasks[p].runs != "first" for p in self.readers[v])
-        return again or any(v in way.reads for slot in self.program.slots for way in slot)
-
-    def _fits(self, parts: list[Expr], fixed_bytes: int, forward: bool = False) -> None:
-        """The row "these bytes are at most the peak", instead of the budget."""
-        there, peak = (self.resident, self.forward_peak) if forward else (self.backward_there, self.backward_peak)
-        there -= 0 if forward else self.shrinkage_bytes
-        above = total([*parts, Expr(float(fixed_bytes - there))])
-        self.builder.at_most(above * (1 / self.room_bytes), peak)
-
-    def _carry(self, b: int, forward: Sequence[int]) -> None:
-        self.backward_there += self.shrinkage_bytes  # for row (6)
-        super()._carry(b, forward)
-        self.backward_there -= self.shrinkage_bytes
-        if b == 0:  # row (a)
-            kept = [held * self.sizes[v] for v, held in self.carried[0].items()]
-            self._fits(kept, self.resident + self.output_bytes, forward=True)
-
-    def _slot(self, slot: int) -> dict[int, Expr]:
-        chosen = super()._slot(slot)
-        parts = [self._extra_of_ways(slot, chosen)]  # row (c)
-        parts += [reads * self.sizes[v] for v, reads in self.way_reads[slot].items()]
-        self._fits(parts, self.resident + self.output_bytes + self.backward.during[slot])
-        return chosen
+    found = BlockRelaxation(Instance(program, costs), range(len(program.slots)) if small else (), part)
+    stages = [0, *(slot + 1 for slot in sorted(found.alone))] if small else []
+    return found.build(runs=[(stage, group) for stage in stages for group in range(len(found.needs.groups))])

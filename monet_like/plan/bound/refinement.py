@@ -17,7 +17,7 @@ from ...ir.schedule import Schedule
 from ...ir.simulate import Report
 from ...solvers.interface import solve
 from ..instance import Instance
-from .relaxation import block_program
+from .relaxation import BlockProgram
 
 #: Most slots that become blocks in a step: those with the most memory (measured on U-Net: two to six make little
 #: difference).
@@ -70,7 +70,7 @@ class Refinement:
             time_limit_seconds: wall seconds.
             stop: called now and then; returns whether to end at once.
         """
-        blocks = block_program(self.instance, self.budget_bytes, self.alone, runs=sorted(self.runs))
+        blocks = BlockProgram(self.instance, self.budget_bytes, self.alone).build(runs=sorted(self.runs))
         target = best_seconds * (1 - gap) / blocks.matrix.seconds_per_unit
         refined = bool(self.alone or self.runs)  # the unrefined program is solved in a second or two: a bound at once
         solved = solve(

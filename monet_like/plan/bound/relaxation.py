@@ -37,11 +37,11 @@ most memory (U-Net), the bound is weak until these have blocks and rows of their
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from ...ir.program import Program
 from ...ir.schedule import Schedule, prune
 from ...solvers.matrix import ONE, ZERO, Expr, MatrixProgram, total
 from ..instance import Instance
@@ -49,56 +49,68 @@ from ..rows import Rows
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
+Built = TypeVar("Built", bound="BlockProgram")
 #: Stands for no budget, in bytes.
 NO_BUDGET = 2**62
 #: Values of at least this share of the budget have rows (10): most of the gain at a fraction of the columns.
 BIG_SHARE = 0.01
 
 
-@dataclass(frozen=True)
-class BlockProgram:
-    """The relaxation of a program, and the translation of its points to schedules and back.
+class BlockProgram(Rows):
+    """The relaxation of an instance, and the translation of its points to schedules. Block b is stage b + 1.
 
     Attributes:
-        program: the program that is relaxed.
         matrix: the relaxation.
         starts: the first slot of every block.
-        first: x of the forward's tasks.
-        again: for every block, e of the tasks that may run in it.
-        carried: for every block, K of the values that may be carried into it.
-        ways: for every slot, w of its useful ways.
-        follows: columns that are the maximum of others; see `Builder.highest`.
+        big_bytes: the least size of values with rows (10).
+        slot_reads: for the stages that are one slot, the values that it reads, and whether it does.
+        way_reads: the same for every slot.
     """
 
-    program: Program
     matrix: MatrixProgram
-    starts: tuple[int, ...]
-    first: Mapping[int, Expr]
-    again: tuple[Mapping[int, Expr], ...]
-    carried: tuple[Mapping[int, Expr], ...]
-    ways: tuple[Mapping[int, Expr], ...]
-    follows: tuple[tuple[int, tuple[Expr, ...]], ...]
+
+    def __init__(self, instance: Instance, budget_bytes: int = NO_BUDGET, alone: Iterable[int] = ()) -> None:
+        """Without columns and rows; see `build`.
+
+        Args:
+            alone: slots that are blocks by themselves; the slots between two of them form the other blocks.
+        """
+        super().__init__(instance, budget_bytes)
+        self.alone = {slot for slot in alone if slot + 1 in self.needs.stages}
+        cuts = {cut for slot in self.alone for cut in (slot, slot + 1)}
+        self.starts = sorted({0, *cuts} & set(range(len(self.program.slots))))
+        self._set_stages(range(len(self.starts) + 1))
+        self.big_bytes = BIG_SHARE * budget_bytes
+        self.slot_reads: dict[int, dict[int, Expr]] = {}
+        self.way_reads: list[dict[int, Expr]] = []
+
+    def stage_of(self, slot: int) -> int:
+        """The stage of a slot's block."""
+        return bisect_right(self.starts, slot)
+
+    def slots_of(self, stage: int) -> range:
+        """The slots of a block."""
+        return range(self.starts[stage - 1], [*self.starts, len(self.program.slots)][stage])
+
+    def runs(self, stage: int) -> dict[int, Expr]:
+        """Whether tasks run in a stage, for those that may."""
+        return {p: self.e[p, stage] for p in range(len(self.program.tasks)) if (p, stage) in self.e}
+
+    def carried(self, stage: int = 0) -> dict[int, Expr]:
+        """Whether values are carried out of a stage, such as the forward, for those that may be."""
+        return {v: held for (v, t), held in self.K.items() if t == stage}
 
     def priced(self, seconds_per_byte: float) -> MatrixProgram:
         """The program with a price on every byte that the forward keeps."""
         price = seconds_per_byte / self.matrix.seconds_per_unit
         cost = self.matrix.cost.copy()
-        for v, kept in self.carried[0].items() if self.carried else ():
-            cost[kept.terms[0][0]] += price * self.program.values[v].bytes
+        for v, kept in self.carried().items():
+            cost[kept.terms[0][0]] += price * self.sizes[v]
         return replace(self.matrix, cost=cost)
 
     def kept(self, x: NDArray[Any]) -> tuple[int, ...]:
         """The values that the forward keeps."""
-        return tuple(v for v, held in self.carried[0].items() if held.value(x) > 0.5) if self.carried else ()
-
-    def chosen(self, x: NDArray[Any]) -> tuple[int, ...]:
-        """The way of every slot."""
-        return tuple(max(ways, key=lambda k, w=ways: w[k].value(x)) for ways in self.ways)  # type: ignore[misc]
-
-    def slots_of(self, block: int) -> range:
-        """The slots of a block."""
-        return range(self.starts[block], [*self.starts, len(self.program.slots)][block + 1])
+        return tuple(v for v, held in self.carried().items() if held.value(x) > 0.5)
 
     def schedule(self, x: NDArray[Any]) -> Schedule:
         """A schedule with the runs of a point; in blocks of several slots each runs just before the slots that need it.
@@ -108,20 +120,21 @@ class BlockProgram:
         """
         tasks, ways = self.program.tasks, self.chosen(x)
         again: list[list[int]] = [[] for _ in self.program.slots]
-        for b in range(len(self.starts)):
-            left = sorted(p for p, run in self.again[b].items() if run.value(x) > 0.5)
-            if len(self.slots_of(b)) > 1:
-                left = sorted({self._out_of_place(p, self.again[b]) for p in left})
-            for slot in self.slots_of(b):
+        for t in self.stages[1:]:
+            runs, slots = self.runs(t), self.slots_of(t)
+            left = sorted(p for p, run in runs.items() if run.value(x) > 0.5)
+            if len(slots) > 1:
+                left = sorted({self._out_of_place(p, runs) for p in left})
+            for slot in slots:
                 wanted = set(self.program.forward_reads(self.program.slots[slot][ways[slot]]))
                 for p in reversed(left):
                     if wanted & set(tasks[p].writes):
                         again[slot].append(p)
                         wanted |= set(self.program.forward_reads(tasks[p]))
                 left = [p for p in left if p not in again[slot]]
-            again[self.slots_of(b)[-1]] += left  # values that only a later block reads
-        forward = (p for p, run in self.first.items() if run.value(x) > 0.5)
-        return prune(self.program, Schedule(tuple(sorted(forward)), tuple(tuple(sorted(r)) for r in again), ways))
+            again[slots[-1]] += left  # values that only a later block reads
+        forward = (p for p, run in self.runs(0).items() if run.value(x) > 0.5)
+        return prune(self.program, Schedule(tuple(forward), tuple(tuple(sorted(r)) for r in again), ways))
 
     def _out_of_place(self, p: int, among: Iterable[int]) -> int:
         """A task that makes what task p makes without taking over storage; p itself where there is none."""
@@ -132,130 +145,62 @@ class BlockProgram:
         same = (q for q in others if set(self.program.tasks[q].writes) >= set(task.writes))
         return min((q for q in same if self.program.tasks[q].overwrites is None), default=p)
 
-    def point(self, schedule: Schedule) -> NDArray[Any] | None:
-        """The point of a schedule, to start a solver from; None if it uses tasks or ways that others dominate."""
-        import numpy as np
+    # ---- columns and rows ---------------------------------------------------------------------------------
 
-        schedule = prune(self.program, schedule)
-        x = np.zeros(self.matrix.columns)
-        chosen = [self.first.get(p) for p in schedule.forward]
-        wanted: set[int] = set()
-        for b in reversed(range(len(self.starts))):
-            runs = {p for slot in self.slots_of(b) for p in schedule.again[slot]}
-            readers = [*(self.program.tasks[p] for p in runs)]
-            for slot in self.slots_of(b):
-                chosen.append(self.ways[slot].get(schedule.ways[slot]))
-                readers.append(self.program.slots[slot][schedule.ways[slot]])
-            chosen += [self.again[b].get(p) for p in runs]
-            wanted |= {u for reader in readers for u in self.program.forward_reads(reader)}
-            wanted -= {v for p in runs for v in self.program.tasks[p].writes}
-            chosen += [self.carried[b][v] for v in wanted if v in self.carried[b]]
-        if any(expr is None for expr in chosen):
-            return None
-        x[[column for expr in chosen if expr is not None for column, _ in expr.terms]] = 1.0
-        for column, parts in self.follows:
-            x[column] = min(1.0, max(0.0, *(part.value(x) for part in parts)))
-        return x if self.matrix.violation(x) < 1e-6 else None
+    def build(self: Built, required: Collection[int] = (), runs: Iterable[tuple[int, int]] = ()) -> Built:
+        """Make all columns and rows; the module's docstring has the equations.
 
-
-def block_program(
-    instance: Instance,
-    budget_bytes: int = NO_BUDGET,
-    alone: Iterable[int] = (),
-    required: Iterable[int] = (),
-    runs: Iterable[tuple[int, int]] = (),
-) -> BlockProgram:
-    """Build the relaxation; the module's docstring has its equations.
-
-    Args:
-        alone: slots that are blocks by themselves; the slots between two of them form the other blocks.
-        required: values that the forward must make besides the outputs.
-        runs: (stage, group) of run rows, stages as in `Formulation`: 0 the forward, else a slot of ``alone`` plus one.
-    """
-    return RelaxationBuilder(instance, budget_bytes, set(alone)).build(set(required), runs)
-
-
-class RelaxationBuilder(Rows):
-    """Builds the columns and rows of a `BlockProgram`. Block -1 stands for the forward."""
-
-    def __init__(self, instance: Instance, budget_bytes: int, alone: set[int]) -> None:
-        super().__init__(instance, budget_bytes)
-        self.makers = [[p for p in tasks if p not in self.dominated] for tasks in self.program.producers]
-        self.span = [[self.group_of[p] for p in makers] for makers in self.makers]
-        self.alone = {slot for slot in alone if slot + 1 in self.needs.stages}
-        cuts = {cut for slot in self.alone for cut in (slot, slot + 1)}
-        self.starts = sorted({0, *cuts} & set(range(len(self.program.slots))))
-        self.big_bytes = BIG_SHARE * budget_bytes
-        self.carried: list[dict[int, Expr]] = []
-        self.slot_reads: dict[int, dict[int, Expr]] = {}  # of the slots alone
-        self.way_reads: list[dict[int, Expr]] = []  # of every slot: u -> sum_{k reads u} w[k,t]
-
-    def build(self, required: set[int], runs: Iterable[tuple[int, int]]) -> BlockProgram:
-        self.first = self._columns(
-            p for p, task in enumerate(self.program.tasks) if task.runs != "again" and p not in self.dominated
-        )
-        every = [range(len(self.program.tasks))] * len(self.program.slots)
-        fitting = self.instance.fitting_runs(self.budget) if self.alone else every
-        ends = [*self.starts[1:], len(self.program.slots)]
-        self.again = [
-            self._columns(p for p in self._useful(start + 1) if any(p in fitting[slot] for slot in range(start, end)))
-            for start, end in zip(self.starts, ends, strict=False)
-        ]
-        self.made_first = self._made(self.first)
-        self.made = [self._made(columns) for columns in self.again]
-        for v in self.outputs | required:
-            self.builder.equal(self.made_first[v], ONE)
-        for p, run in self.first.items():
-            for u in self.program.forward_reads(self.program.tasks[p]):
-                self.builder.at_most(run, self.made_first[u])
-        forward = [v for v, makers in enumerate(self.makers) if makers and v not in self.outputs]
-        for b in range(len(self.starts)):
-            self._carry(b, forward)
-        ways: list[Mapping[int, Expr]] = []
-        for slot in range(len(self.program.slots)):
-            ways.append(self._slot(slot))
-        for b in (-1, *self.slot_reads):
-            self._overwrite_rows(b)
+        Args:
+            required: values that the forward must make besides the outputs.
+            runs: (stage, group) of run rows, stages as in `Formulation`: 0 the forward, else a slot of ``alone`` plus
+                one.
+        """
+        tasks, count = self.program.tasks, len(self.program.slots)
+        self._columns(0, (p for p, task in enumerate(tasks) if task.runs != "again" and p not in self.dominated))
+        fitting = self.instance.fitting_runs(self.budget) if self.alone else [range(len(tasks))] * count
+        for t in self.stages[1:]:
+            slots = self.slots_of(t)
+            self._columns(t, (p for p in self._useful(slots[0] + 1) if any(p in fitting[slot] for slot in slots)))
+        for v in self.outputs | set(required):
+            self.builder.equal(self._made(v, 0), ONE)
+        for p, run in self.runs(0).items():
+            for u in self.program.forward_reads(tasks[p]):
+                self.builder.at_most(run, self._made(u, 0))
+        for t in self.stages[1:]:
+            self._carry(t)
+        for slot in range(count):
+            self.w[slot + 1] = self._slot(slot)
+        for t in (0, *self.slot_reads):
+            self._overwrite_rows(t)
         if self.alone:
-            self._once_rows([v for v in forward if self.sizes[v] >= self.big_bytes])
+            self._once_rows([v for v in self.tracked if self.sizes[v] >= self.big_bytes])
         for stage, group in runs:
-            self._run_row(stage, group, forward)
-        return BlockProgram(
-            self.program,
-            self.builder.finish(self.seconds_per_unit),
-            tuple(self.starts),
-            self.first,
-            tuple(self.again),
-            tuple(self.carried),
-            tuple(ways),
-            tuple(self.builder.follows),
-        )
+            self._run_row(stage and self.stage_of(stage - 1), group)
+        self.matrix = self.builder.finish(self.seconds_per_unit)
+        return self
 
-    def _columns(self, tasks: Iterable[int]) -> dict[int, Expr]:
-        return {p: self.builder.column(self._units(self.program.tasks[p])) for p in tasks}
+    def _columns(self, t: int, tasks: Iterable[int]) -> None:
+        for p in tasks:
+            self.e[p, t] = self.builder.column(self._units(self.program.tasks[p]))
 
     def _useful(self, stage: int) -> list[int]:
-        """The tasks whose rerun in a stage or later can be of use."""
+        """The tasks whose rerun before a slot (stages as in `Formulation`) or later can be of use."""
         last = [max((self.needs.last[v] for v in task.writes), default=0) for task in self.program.tasks]
         return [p for p, end in enumerate(last) if self.needs.rerun[p] and p not in self.dominated and end >= stage]
 
-    def _made(self, columns: Mapping[int, Expr]) -> list[Expr]:
-        return [total(columns[p] for p in makers if p in columns) for makers in self.makers]
-
-    def _carry(self, b: int, forward: Sequence[int]) -> None:
-        """Columns K, rows (4), (6) and the first of (5)."""
-        held: dict[int, Expr] = {}
-        for v in forward:
-            source = self.made_first[v] if b == 0 else self.carried[-1].get(v, ZERO) + self.made[b - 1][v]
-            if self.needs.last[v] > self.starts[b] and not source.is_zero:
-                held[v] = self.builder.column()
-                self.builder.at_most(held[v], source)
-        self.carried.append(held)
-        fixed = self.resident + self.output_bytes + self.backward.before[self.starts[b]]
-        self._fits([*(held[v] * self.sizes[v] for v in held if self.sizes[v])], fixed)
-        for p, run in self.again[b].items():
+    def _carry(self, t: int) -> None:
+        """Columns K of the values that are carried into a block, rows (4), (6) and the first of (5)."""
+        start, before = self.starts[t - 1], self._previous[t]
+        for v in self.tracked:
+            source = self._incoming(v, before) + self._made(v, before)
+            if self.needs.last[v] > start and not source.is_zero:
+                self.K[v, before] = self.builder.column()
+                self.builder.at_most(self.K[v, before], source)
+        fixed = self.resident + self.output_bytes + self.backward.before[start]
+        self._fits([self._incoming(v, t) * self.sizes[v] for v in self.tracked if self.sizes[v]], fixed)
+        for p, run in self.runs(t).items():
             for u in set(self.program.forward_reads(self.program.tasks[p])) - self.outputs:
-                self.builder.at_most(run, held.get(u, ZERO) + self.made[b][u])
+                self.builder.at_most(run, self._incoming(u, t) + self._made(u, t))
 
     def _fits(self, parts: list[Expr], fixed_bytes: int, forward: bool = False) -> None:
         """The row "these bytes are within the budget"; ``forward``: of a run of the forward."""
@@ -263,64 +208,54 @@ class RelaxationBuilder(Rows):
 
     def _slot(self, slot: int) -> dict[int, Expr]:
         """Columns w and rows (3), (5) and (7) of one slot; w."""
-        b = max(k for k, start in enumerate(self.starts) if start <= slot)
-        ways, chosen = self.program.slots[slot], self._choose_way(slot)
+        t, ways, chosen = self.stage_of(slot), self.program.slots[slot], self._choose_way(slot)
         every = self._reads_of_ways(slot, chosen)
         read = {u for k in chosen for u in self.program.forward_reads(ways[k])} - self.outputs
         reading = {u: every[u] for u in read}
         for u in reading:
-            self.builder.at_most(reading[u], self.carried[b].get(u, ZERO) + self.made[b][u])
+            self.builder.at_most(reading[u], self._incoming(u, t) + self._made(u, t))
         self.way_reads.append(reading)
         if slot in self.alone:
-            self.slot_reads[b] = reading
-            after = self.carried[b + 1] if b + 1 < len(self.starts) else {}
+            self.slot_reads[t] = reading
             parts = [self._extra_of_ways(slot, chosen)]
-            parts += [self._alive_from(v, len(self.needs.groups), b) * self.sizes[v] for v in {*after, *reading}]
+            parts += [
+                self._alive_from(v, len(self.needs.groups), t) * self.sizes[v] for v in {*self.carried(t), *reading}
+            ]
             self._fits(parts, self.resident + self.output_bytes + self.backward.during[slot])
         return chosen
 
-    def _run(self, p: int, stage: int) -> Expr | None:
-        return (self.first if stage < 0 else self.again[stage]).get(p)
-
     def _ends(self, v: int, stage: int) -> list[Expr]:
-        after = [self.carried[stage + 1].get(v, ZERO)] if stage + 1 < len(self.carried) else []
-        return [*after, self.slot_reads[stage].get(v, ZERO)] if stage >= 0 else after
+        reads = self.slot_reads[stage].get(v, ZERO) if stage else ZERO
+        return [self.K.get((v, stage), ZERO), reads]
 
-    def _run_row(self, stage: int, group: int, forward: Sequence[int]) -> None:
+    def _run_row(self, t: int, group: int) -> None:
         """A row (8). Values that are made on both sides of the group are left out of it."""
-        b = self.starts.index(stage - 1) if stage else -1
-        parts = self._running_bytes(group, b)
+        parts = self._run_bytes(t, group)
         if not parts:
             return
-        fixed = self.resident
-        if stage:
-            fixed += self.output_bytes + self.backward.before[stage - 1]
+        if t:
+            fixed = self.output_bytes + self.backward.before[self.starts[t - 1]]
         else:
-            fixed += sum(self.sizes[v] for v in self.outputs if max(self.span[v]) < group)
-        for v in forward:
-            before = any(self.group_of[p] < min(self.span[v]) for p in self.readers[v])
-            if max(self.span[v]) < group or (stage and before):
-                parts.append(self._alive_from(v, group, b) * self.sizes[v])
-            elif stage and min(self.span[v]) >= group:
-                parts.append(self.carried[b].get(v, ZERO) * self.sizes[v])
-        self._fits(parts, fixed, forward=not stage)
+            fixed = sum(self.sizes[v] for v in self.outputs if self.span[v][1] < group)
+        self._fits(parts, self.resident + fixed, forward=not t)
 
     def _once_rows(self, big: Sequence[int]) -> None:
         """Columns Z and rows (10) of the big values."""
         once: dict[int, Expr] = {}
-        for b in reversed(range(len(self.starts))):
+        for t in reversed(self.stages[1:]):
+            later = self.stages[t:]
             for v in big:
-                runs = [self.again[b][p] for p in self.makers[v] if p in self.again[b]]
+                runs = [self.e[p, t] for p in self.program.producers[v] if (p, t) in self.e]
                 if parts := [*runs, *([once[v]] if v in once else [])]:
                     once[v] = self._any_of(parts)
-            had = {u: self.carried[b].get(u, ZERO) + once.get(u, ZERO) for u in big}
+            had = {u: self._incoming(u, t) + once.get(u, ZERO) for u in big}
             for v, made in once.items():
-                makers = [p for p in self.makers[v] if any(p in columns for columns in self.again[b:])]
+                makers = [p for p in self.program.producers[v] if any((p, s) in self.e for s in later)]
                 for u in {u for p in makers for u in self.program.forward_reads(self.program.tasks[p])} & had.keys():
                     others = [p for p in makers if u not in self.program.tasks[p].reads]
-                    runs = [columns[p] for columns in self.again[b:] for p in others if p in columns]
+                    runs = [self.e[p, s] for s in later for p in others if (p, s) in self.e]
                     self.builder.at_most(made, total([had[u], *runs]))
-            for reads in self.way_reads[self.starts[b] :]:
+            for reads in self.way_reads[self.starts[t - 1] :]:
                 for u in reads.keys() & had.keys():
                     self.builder.at_most(reads[u], had[u])
 

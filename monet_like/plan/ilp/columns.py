@@ -49,34 +49,14 @@ class Columns(Rows):
             above_bytes: if not 0, the peak may exceed the budget by at most this many bytes, and the objective is the
                 bytes by which it does, instead of seconds.
         """
-        super().__init__(instance, budget_bytes)
-        program = instance.program
+        super().__init__(instance, budget_bytes, pinned_values(instance.program, options.pin_bytes))
         self.options, self.above_bytes = options, above_bytes
         #: The share of ``above_bytes`` by which the peak is above the budget.
         self.over: Expr = self.builder.column(integral=False) if above_bytes else ZERO
         self.admitted = {(p, slot + 1) for slot, tasks in enumerate(admit.again if admit else ()) for p in tasks}
-        self.pinned = pinned_values(program, options.pin_bytes)
         self.resident += sum(self.sizes[v] for v in self.pinned)
-        self.tracked = tuple(
-            v
-            for v, value in enumerate(program.values)
-            if value.kind == "forward" and v not in self.outputs and v not in self.pinned and program.producers[v]
-        )
-        self.span = {
-            v: (self.group_of[program.producers[v][0]], self.group_of[program.producers[v][-1]])
-            for v in {*self.tracked, *program.outputs}
-        }
-        #: Values made in the forward alone that a rerun reads before the place where they were made.
-        self.read_before = frozenset(
-            v for v in self.tracked if any(self.group_of[p] < self.span[v][0] for p in self.readers[v])
-        )
-        #: The stages in which tasks may run.
-        self.stages = self.needs.stages
-        if options.reading_only:
-            self.stages = tuple(sorted({*self.needs.reading_stages, *(t for _, t in self.admitted)}))
-        self.e: dict[tuple[int, int], Expr] = {}
-        self.w: dict[int, dict[int, Expr]] = {}
-        self.K: dict[tuple[int, int], Expr] = {}
+        some = (*self.needs.reading_stages, *(t for _, t in self.admitted))
+        self._set_stages(sorted(set(some)) if options.reading_only else self.needs.stages)
         self._ways_reading: dict[int, dict[int, Expr]] = {0: {}}
         self._between: dict[tuple[int, int, int], Expr] = {}
         self._run_rows: set[tuple[int, int]] = set()
@@ -85,7 +65,6 @@ class Columns(Rows):
         self._build()
 
     def _build(self) -> None:
-        self._previous = dict(zip(self.stages[1:], self.stages, strict=False))
         self._run_columns()
         self._way_columns()
         self._carry_columns()
@@ -168,16 +147,12 @@ class Columns(Rows):
 
     # ---- expressions --------------------------------------------------------------------------------------
 
+    def stage_of(self, slot: int) -> int:
+        """The stage of a slot, which may be one in which no task runs."""
+        return slot + 1
+
     def _may_read(self, v: int, t: int) -> bool:
         return not self._way_reads(v, t).is_zero or any((p, t) in self.e for p in self.readers[v])
-
-    def _made(self, v: int, t: int, *, low: int = 0, high: int | None = None) -> Expr:
-        """Sum of e[p,t] over the producers of v, those in groups low <= g < high only."""
-        parts = []
-        for p in self.program.producers[v]:
-            if (p, t) in self.e and low <= self.group_of[p] and (high is None or self.group_of[p] < high):
-                parts.append(self.e[p, t])
-        return total(parts)
 
     def _way_reads(self, v: int, t: int) -> Expr:
         """Sum of w[k,t] over the ways that read v."""
@@ -185,14 +160,8 @@ class Columns(Rows):
             self._ways_reading[t] = self._reads_of_ways(t - 1, self.w[t])
         return self._ways_reading[t].get(v, ZERO)
 
-    def _run(self, p: int, stage: int) -> Expr | None:
-        return self.e.get((p, stage))
-
     def _ends(self, v: int, stage: int) -> list[Expr]:
         return [self._way_reads(v, stage), self.K.get((v, stage), ZERO)]
-
-    def _incoming(self, v: int, t: int) -> Expr:
-        return ZERO if t == 0 else self.K.get((v, self._previous[t]), ZERO)
 
     def _available(self, v: int, t: int) -> Expr:
         """Whether v can be read in stage t: carried into it, or made in it."""

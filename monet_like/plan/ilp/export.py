@@ -36,7 +36,7 @@ from ...solvers.models import cvxpy_problem, pulp_problem
 from ..instance import Instance
 from ..subprogram import Subprogram, has_overlap, without_refused
 from .columns import Options
-from .decode import decode, encode
+from .decode import decode
 from .formulation import Formulation
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ def milp(
     matrix = formulation.matrix()
     if matrix.contradiction:
         raise InfeasibleError(f"no schedule fits into {format_bytes(budget_bytes)} (proven); give more memory")
-    point = encode(formulation, start) if start is not None else None
+    point = formulation.point(start) if start is not None else None
     return Milp(matrix, column_names(formulation), row_names(formulation), point, complete, formulation, part)
 
 

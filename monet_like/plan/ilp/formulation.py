@@ -128,26 +128,15 @@ class Formulation(Columns):
         """Add row (9) for the tasks of a group in stage t; returns False if it is there already or no such task can
         run.
         """
-        running = self._running_bytes(group, t)
-        if (t, group) in self._run_rows or not running:
+        if (t, group) in self._run_rows:
+            return False
+        outputs = (self._made(v, 0, high=group) * self.sizes[v] for v in self.outputs if self.sizes[v])
+        parts = self._run_bytes(t, group, () if t else outputs)
+        if not parts:
             return False
         self._run_rows.add((t, group))
-        parts = [Expr(self.resident), *running]
-        if t:
-            parts.append(Expr(self.output_bytes + self.backward.before[t - 1]))
-        else:
-            parts += [self._made(v, 0, high=group) * self.sizes[v] for v in self.outputs if self.sizes[v]]
-        for v in self.tracked:
-            low, high = self.span[v]
-            if high < group or (t and v in self.read_before):
-                alive = self._alive_from(v, group, t)
-            elif low >= group:
-                alive = self._incoming(v, t)
-            else:
-                alive = self._alive_between(v, group, t)
-            if not alive.is_zero:
-                parts.append(alive * self.sizes[v])
-        self._fits(parts, t, group)
+        fixed = self.resident + (self.output_bytes + self.backward.before[t - 1] if t else 0)
+        self._fits([*parts, Expr(fixed)], t, group)
         return True
 
     def add_run_rows(self, stages: Iterable[int]) -> None:

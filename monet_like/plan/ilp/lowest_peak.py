@@ -23,7 +23,7 @@ from ...solvers.interface import solve
 from ..instance import Instance
 from ..local_search.searcher import find_start, smallest_known
 from .columns import estimated_columns
-from .decode import decode, encode
+from .decode import decode
 from .formulation import Formulation
 
 #: Programs with more columns than this are not asked for their lowest peak in one integer program.
@@ -170,7 +170,7 @@ def minimise_peak(
         formulation.add_run_rows(formulation.stages)  # else those that a solution breaks are added later
     best = known
     while best.report.peak_bytes > max(best.proven_bytes, enough_bytes) and (left := ends - time.monotonic()) > 0:
-        start = encode(formulation, best.schedule, check=False)
+        start = formulation.point(best.schedule, check=False)
         if start is not None:
             start[formulation.over_column] = (best.report.peak_bytes - low) / above
             start = start if formulation.matrix().violation(start) < 1e-6 else None

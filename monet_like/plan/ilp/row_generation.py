@@ -7,12 +7,11 @@ them, and the program is solved again with these rows.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from ...ir.schedule import Schedule
 from ...ir.simulate import Report
 from ...solvers.interface import Solution, solve
-from .decode import decode, encode, neighbourhood
+from .decode import decode, neighbourhood
 from .formulation import Formulation
 from .incumbent import BoundKind, Incumbent
 
@@ -84,7 +83,7 @@ class RowGeneration:
 
     def _solve_once(self, solver: str, seconds: float) -> Solution:
         best = self.incumbent.best
-        start: Any = encode(self.formulation, best.schedule) if best is not None else None
+        start = self.formulation.point(best.schedule) if best is not None else None
         return solve(
             self.formulation.matrix(),
             solver,
@@ -123,7 +122,7 @@ class RowGeneration:
         """Repair a good schedule that breaks a few missing rows: solve again with only the columns near them free."""
         for attempt in range(1, REPAIRS + 1):
             self.formulation.add_run_rows(set(stages))
-            x = encode(self.formulation, schedule, check=False)
+            x = self.formulation.point(schedule, check=False)
             if x is None or self.time_left() < 2:
                 return
             free = neighbourhood(self.formulation, x, stages, REPAIR_REACH * attempt)

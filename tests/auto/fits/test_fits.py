@@ -216,7 +216,7 @@ def test_random_schedules_cost_no_less_than_the_bound(kind: int) -> None:
     points = [own_point(piece.captured, random_schedule(program, seed), costs) for seed in range(60)]
     seconds = points[0].seconds
     prices = [Prices(*(rng.choice((0.0, seconds / 2 ** rng.randint(14, 26))) for _ in range(3))) for _ in range(25)]
-    matrices = [relaxation.priced(price) for price in prices]
+    matrices = [matrix for price in prices for matrix in relaxation.programs(price)]
     with Pool() as pool:
         answers = pool.solve(matrices, 10.0, 1e-6, lambda: 100.0)
     near = 0

@@ -18,7 +18,7 @@ from monet_like.ir.simulate import simulate
 from monet_like.plan.analysis import find_needs
 from monet_like.plan.bound import relaxation
 from monet_like.plan.bound.refinement import Refinement
-from monet_like.plan.bound.relaxation import block_program
+from monet_like.plan.bound.relaxation import BlockProgram
 from monet_like.plan.ilp.formulation import Formulation
 from monet_like.plan.instance import Instance
 from monet_like.plan.random_schedules import random_schedule
@@ -38,7 +38,7 @@ def test_any_blocks_and_rows_bound_the_best_schedule_and_the_finest_mostly_equal
         for alone in ((), some, slots):
             possible = {slot + 1 for slot in alone} & set(find_needs(program).stages) | {0}
             runs = [(stage, group) for stage in sorted(possible) for group in groups if rng.random() < 0.8]
-            blocks = block_program(Instance(program, costs), budget, alone, runs=runs)
+            blocks = BlockProgram(Instance(program, costs), budget, alone).build(runs=runs)
             best = optimum(blocks.matrix)
             assert best is not None, seed
             assert best <= found[1] + 1e-6, (seed, alone, runs)
@@ -69,7 +69,7 @@ def test_rows_over_several_blocks_raise_the_linear_bound_and_keep_the_optimum(mo
         values = []
         for share in (2.0, 0.01):  # no value is that big; all are
             monkeypatch.setattr(relaxation, "BIG_SHARE", share)
-            problem = block_program(Instance(program, costs), budget, range(len(program.slots))).matrix
+            problem = BlockProgram(Instance(program, costs), budget, range(len(program.slots))).build().matrix
             relaxed = replace(problem, integral=np.zeros(problem.columns, dtype=bool))
             values.append((optimum(problem), optimum(relaxed)))
         (plain, before), (strong, after) = values
@@ -107,7 +107,7 @@ def test_points_of_the_finest_blocks_decode_to_their_schedule() -> None:
         found = solve_exactly(Formulation(Instance(program, costs), budget))
         if found is None or find_needs(program).stages != tuple(range(len(program.slots) + 1)):
             continue
-        blocks = block_program(Instance(program, costs), budget, range(len(program.slots)))
+        blocks = BlockProgram(Instance(program, costs), budget, range(len(program.slots))).build()
         point = blocks.point(found[0])
         assert point is not None
         assert blocks.schedule(point) == prune(program, found[0])
@@ -151,7 +151,7 @@ def test_schedule_over_the_budget_is_no_start() -> None:
         groups = range(len(find_needs(program).groups))
         stages = find_needs(program).stages
         runs = [(stage, group) for stage in stages for group in groups]
-        fine = block_program(Instance(program, costs), budget, range(len(program.slots)), runs=runs)
+        fine = BlockProgram(Instance(program, costs), budget, range(len(program.slots))).build(runs=runs)
         if fine.point(roomy[0]) is None:
             return
     raise AssertionError("no row refused a schedule that is over the budget")
@@ -168,7 +168,7 @@ def test_runs_in_a_stage_where_no_plan_reruns_get_no_row() -> None:
             refinement = Refinement(Instance(program, costs), 0)
             refinement._refine(schedule, report)
             assert refinement.runs <= {(stage, group) for stage in stages for group in range(len(program.tasks))}
-            block_program(Instance(program, costs), 0, refinement.alone, runs=sorted(refinement.runs))
+            BlockProgram(Instance(program, costs), 0, refinement.alone).build(runs=sorted(refinement.runs))
             tried += 1
         if tried >= 2:
             return
