@@ -98,7 +98,7 @@ class Planner(PlannedPartitioner):
         if self.least:
             known = smallest_known(Instance(program, costs), evaluations=LEAST_EVALUATIONS)
             assert known is not None
-            budget, self.start = int(known[1].peak_bytes * ABOVE_LEAST), {"start": known[0]}
+            budget, self.start = int(known.report.peak_bytes * ABOVE_LEAST), {"start": known.schedule}
         found = self._plan(program, costs, budget, **self.start)
         self.net.check_new(_decisions(found.schedule))
         return found, budget

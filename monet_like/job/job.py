@@ -26,7 +26,7 @@ from ..ir.simulate import Report
 from ..ir.units import Budget, format_bytes, format_seconds, parse_budget, parse_budgets
 from ..plan import STRATEGIES
 from ..plan.budgets import pareto, smallest_budget
-from ..plan.ilp.lowest_peak import Smallest
+from ..plan.result import Smallest
 from ..plan.strategies import check_strategy
 from ..profile.card_budget import on_card
 from ..profile.devices import DeviceLimits

@@ -13,11 +13,11 @@ from ..errors import InfeasibleError, SolverError
 from ..ir.program import Cost, Program
 from ..ir.schedule import Schedule
 from . import plan
-from .ilp.lowest_peak import Smallest, find_lowest, find_quickly
+from .ilp.lowest_peak import find_lowest, find_quickly
 from .ilp.search import find_within
 from .instance import Instance
 from .local_search.searcher import smallest_known
-from .result import Plan
+from .result import Plan, Smallest
 from .subprogram import plans_without_overlap, plans_without_refused
 
 #: Sizes of a step that are tried at most: batches, lengths.
@@ -45,9 +45,7 @@ def largest_size(fits: Callable[[int], bool], begin: int = 1, *, powers: bool = 
 @plans_without_overlap
 def lowest_quickly(program: Program, costs: Mapping[str, Cost], *, extra_bytes: int = 0) -> Smallest | None:
     """The schedule with the lowest peak that a plan falls back to where nothing fits; so a plan within it is found."""
-    instance = Instance(program, costs, extra_bytes)
-    known = smallest_known(instance)
-    return known and Smallest(*known, instance.floor[0])
+    return smallest_known(Instance(program, costs, extra_bytes))
 
 
 @plans_without_refused

@@ -1,4 +1,4 @@
-"""The result of planning: a schedule, its cost, and how good it is known to be. Plain data."""
+"""The results of planning: a schedule, its cost, and how good it is known to be. Plain data."""
 
 from __future__ import annotations
 
@@ -53,3 +53,22 @@ class Plan:
             f"Plan({self.status}: peak {format_bytes(self.report.peak_bytes)}, step "
             f"{format_seconds(self.report.seconds)}, {gap}, found by {self.found_by})"
         )
+
+
+@dataclass(frozen=True)
+class Smallest:
+    """The smallest budget that is known to do.
+
+    Attributes:
+        schedule, report: of a schedule with the lowest peak that was found.
+        proven_bytes: no schedule at all has a lower peak than this.
+    """
+
+    schedule: Schedule
+    report: Report
+    proven_bytes: int
+
+    @property
+    def step(self) -> str:
+        """The task that needs the most memory in the schedule."""
+        return self.report.peak_step.task

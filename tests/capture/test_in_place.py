@@ -241,7 +241,7 @@ def test_writes_in_place_copy_nothing(make: Callable[[], nn.Module]) -> None:
     peak = step_peak(model, ((x,), {}), CPU)
     assert ready.plain.peak_bytes == pytest.approx(peak, abs=64 * 1024)
     known = smallest_known(Instance(ready.captured.program, ready.costs, ready.extra_bytes))
-    assert known is not None and known[1].peak_bytes < peak + 64 * 1024
+    assert known is not None and known.report.peak_bytes < peak + 64 * 1024
 
 
 def test_writes_into_parts_overwrite_what_they_write_into() -> None:

@@ -147,7 +147,7 @@ def test_schedule_with_the_lowest_known_peak_is_the_plan_where_nothing_else_fits
     known = smallest_known(Instance(program, costs))
     assert known is not None
     monkeypatch.setattr("monet_like.plan.ilp.search.find_start", lambda *_, start=None, **__: start)
-    budget = known[1].peak_bytes
+    budget = known.report.peak_bytes
     answers_with(monkeypatch, "kTimeLimit")
     found = plan(program, costs, budget, solver="HIGHS", options=Options())
     assert found.report.peak_bytes == budget

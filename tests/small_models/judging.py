@@ -221,10 +221,10 @@ def plan_of(case: Case, captured: Captured, costs: dict[str, Cost]) -> tuple[Sch
     smallest = smallest_known(Instance(program, costs), evaluations=EVALUATIONS)
     assert smallest is not None, "the search found no schedule at all"
     if case.budget == "smallest":
-        return smallest[0], plain_bytes
+        return smallest.schedule, plain_bytes
     share = 1.0 if case.budget == "plain" else float(case.budget.rstrip("%")) / 100
     found = find_start(Instance(program, costs), int(share * plain_bytes), evaluations=EVALUATIONS)
-    return found or smallest[0], plain_bytes
+    return found or smallest.schedule, plain_bytes
 
 
 # Memory

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
@@ -22,6 +21,7 @@ from ...ir.units import format_bytes
 from ...solvers.interface import solve
 from ..instance import Instance
 from ..local_search.searcher import find_start, smallest_known
+from ..result import Smallest
 from .columns import estimated_columns
 from .decode import decode
 from .formulation import Formulation
@@ -39,25 +39,6 @@ CLOSE = 0.01
 
 #: Finds any schedule within so many bytes, in so many seconds; raises `InfeasibleError` or `SolverError`.
 FindWithin = Callable[[int, float], tuple[Schedule, Report]]
-
-
-@dataclass(frozen=True)
-class Smallest:
-    """The smallest budget that is known to do.
-
-    Attributes:
-        schedule, report: of a schedule with the lowest peak that was found.
-        proven_bytes: no schedule at all has a lower peak than this.
-    """
-
-    schedule: Schedule
-    report: Report
-    proven_bytes: int
-
-    @property
-    def step(self) -> str:
-        """The task that needs the most memory in the schedule."""
-        return self.report.peak_step.task
 
 
 def smallest_known_budget(report: Report) -> str:
@@ -128,17 +109,15 @@ def find_quickly(
             annealing.
         options: further ones of `find_start`.
     """
-    floor, _ = instance.floor
 
     def start(**more: Any) -> Smallest | None:
         found = find_start(instance, budget_bytes, **{"enough": enough, **options, **more})
-        return None if found is None else Smallest(found, instance.simulate(found), floor)
+        return None if found is None else Smallest(found, instance.simulate(found), instance.floor[0])
 
     def lowest() -> Smallest | None:
-        known = smallest_known(instance, enough=lambda: enough(False))
-        return known and Smallest(*known, floor)
+        return smallest_known(instance, enough=lambda: enough(False))
 
-    if floor > budget_bytes:
+    if instance.floor[0] > budget_bytes:
         return lowest()
     if not is_small(instance) or start(evaluations=0) is not None:
         return start() or lowest()

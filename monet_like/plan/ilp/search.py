@@ -34,7 +34,7 @@ from ..local_search.searcher import Searcher, find_start
 from ..result import Plan
 from .columns import Options, estimated_columns
 from .formulation import Formulation
-from .lowest_peak import FindWithin, Smallest, find_lowest, is_small, smallest_known_budget
+from .lowest_peak import FindWithin, find_lowest, is_small, smallest_known_budget
 from .primal_recovery import recover_plan
 from .row_generation import RowGeneration
 from .search_state import SearchState
@@ -172,13 +172,13 @@ class Search(SearchState):
         if self.best is None and verdict == "infeasible":
             raise self._infeasible(proven=False)
         if self.best is None:
-            smallest = f"; {smallest_known_budget(self.lowest[1])}" if self.lowest else ""
+            smallest = f"; {smallest_known_budget(self.lowest.report)}" if self.lowest else ""
             error = SolverError(
                 f"{solver} found no plan within {format_bytes(self.budget_bytes)} in {self.time_limit_seconds:g} s"
                 f" ({self.failed or verdict}){smallest}; allow more time or more memory",
-                self.lowest and self.lowest[1].peak_bytes,
+                self.lowest.report.peak_bytes if self.lowest else None,
             )
-            error.smallest = self.lowest and self.lowest[0]
+            error.smallest = self.lowest and self.lowest.schedule
             raise error
         return formulation
 
@@ -208,8 +208,8 @@ class Search(SearchState):
         seed = 0 if start is None else 10_000 * effort
         self.incumbent.offer(self._annealed(seed, rounds, start, effort), "heuristic")
         lowest = self.lowest if self.best is None and self.evaluations != 0 else None
-        if lowest and self.incumbent.offer(lowest[0], "heuristic"):
-            self.incumbent.offer(self._annealed(seed, rounds, lowest[0], effort), "heuristic")
+        if lowest and self.incumbent.offer(lowest.schedule, "heuristic"):
+            self.incumbent.offer(self._annealed(seed, rounds, lowest.schedule, effort), "heuristic")
         took = time.monotonic() - begin
         self.seconds["heuristic"] += took
         return took
@@ -239,11 +239,9 @@ class Search(SearchState):
         if not self.lower_peak or self.lowest is None:
             return
         begin = time.monotonic()
-        found = find_lowest(
-            self.instance, Smallest(*self.lowest, self.instance.floor[0]), find, enough_bytes=self.budget_bytes,
-            seconds=self.left + self.time_limit_seconds,
-        )  # fmt: skip
-        self.lowest = found.schedule, found.report
+        seconds = self.left + self.time_limit_seconds
+        found = find_lowest(self.instance, self.lowest, find, enough_bytes=self.budget_bytes, seconds=seconds)
+        self.lowest = found
         self.seconds["solve"] += time.monotonic() - begin
         if found.proven_bytes > self.budget_bytes:
             raise self._infeasible(proven=True)

@@ -10,11 +10,11 @@ from functools import cached_property
 from ...errors import InfeasibleError
 from ...ir.program import Cost, Program
 from ...ir.schedule import Schedule
-from ...ir.simulate import Report
 from ...ir.units import format_apart
 from ..analysis import default_pin_bytes
 from ..instance import Instance
 from ..local_search.searcher import smallest_known
+from ..result import Smallest
 from .columns import Options
 from .incumbent import BoundKind, Incumbent
 from .lowest_peak import smallest_known_budget
@@ -91,8 +91,8 @@ class SearchState:
         return self.evaluations is None and self.left <= (0 if known else -self.time_limit_seconds)
 
     @cached_property
-    def lowest(self) -> tuple[Schedule, Report] | None:
-        """The schedule with the lowest peak that is known, and its report."""
+    def lowest(self) -> Smallest | None:
+        """The schedule with the lowest peak that is known."""
         return smallest_known(self.instance)
 
     def _check_lower_bound(self) -> None:
@@ -115,9 +115,9 @@ class SearchState:
             message += f": {alone[1]} alone needs {needed[0]}"
         smallest = None
         if known is not None:
-            smallest, step = known[1].peak_bytes, step or known[1].peak_step.task
-            message += f"; {smallest_known_budget(known[1])}, which {known[1].peak_step.task} needs"
+            smallest, step = known.report.peak_bytes, step or known.step
+            message += f"; {smallest_known_budget(known.report)}, which {known.step} needs"
         advice = "; give more memory or a smaller batch"
         error = InfeasibleError(message + advice, smallest, step, proven=proven, least_bytes=least)
-        error.smallest = known and known[0]
+        error.smallest = known and known.schedule
         return error

@@ -16,6 +16,7 @@ from ...errors import ScheduleError
 from ...ir.schedule import Schedule, prune
 from ...ir.simulate import Report
 from ..instance import Instance
+from ..result import Smallest
 from .judge import Judge
 from .native import engine
 from .policy import MOST_EARLY, Judgement, Policy, Settings, make_tables, to_policy
@@ -234,8 +235,8 @@ def find_start(
 
 def smallest_known(
     instance: Instance, *, evaluations: int | None = None, enough: Callable[[], bool] = lambda: False
-) -> tuple[Schedule, Report] | None:
-    """The schedule with the lowest peak that a search finds, and its report. Not proven to be the lowest.
+) -> Smallest | None:
+    """The schedule with the lowest peak that a search finds. Not proven to be the lowest.
 
     Args:
         enough: returns whether time is up; asked before every annealing.
@@ -248,7 +249,8 @@ def smallest_known(
     starts.sort(key=lambda f: f.judgement.peak_bytes)
     best = _lower_peak(searcher, starts[0], 0, count, 0, enough)
     planned = (searcher.plan(f.policy, f.judgement.peak_bytes) for f in (best, *starts))
-    return next(filter(None, planned), None)
+    found = next(filter(None, planned), None)
+    return found and Smallest(*found, instance.floor[0])
 
 
 def _lower_peak(

@@ -21,12 +21,13 @@ from ...errors import InfeasibleError, ScheduleError, SolverError
 from ...ir.defaults import SOLVER
 from ...ir.program import Cost, Program, Task
 from ...ir.schedule import Schedule, kept_values
-from ...ir.simulate import Report, Run, simulate
+from ...ir.simulate import Run, simulate
 from ...ir.step import Point
 from .. import plan
 from ..budgets import smallest_budget
 from ..instance import Instance
 from ..local_search.searcher import quick_evaluations, smallest_known
+from ..result import Smallest
 
 #: Cost key of the slot that stands for the rest of the model.
 REST = "the rest of the model"
@@ -242,12 +243,13 @@ class _Asked:
         if fastest is None:
             raise SolverError("the planner found no schedule of the block at all")
         yield fastest
-        least, _ = self.smallest(*with_rest(program, self.costs, room))
-        lean = point_of(program, without_rest(least), self.costs)
+        least = self.smallest(*with_rest(program, self.costs, room))
+        lean = point_of(program, without_rest(least.schedule), self.costs)
         yield lean
-        schedule, smallest = self.smallest(program, self.costs)
-        yield point_of(program, schedule, self.costs)
-        yield self.balanced(smallest.peak_bytes, lean.carried_bytes)
+        smallest = self.smallest(program, self.costs)
+        lowest_bytes = smallest.report.peak_bytes
+        yield point_of(program, smallest.schedule, self.costs)
+        yield self.balanced(lowest_bytes, lean.carried_bytes)
         low, high = lean.carried_bytes, fastest.carried_bytes
         for share in CARRIED_SHARES:
             if self.is_over():
@@ -258,10 +260,10 @@ class _Asked:
                 continue
             yield found
             top = self.whole_peak(found)
-            for part in self.peak_shares if top > smallest.peak_bytes else ():
+            for part in self.peak_shares if top > lowest_bytes else ():
                 if self.is_over():
                     return
-                peak = smallest.peak_bytes + int(part * (top - smallest.peak_bytes))
+                peak = lowest_bytes + int(part * (top - lowest_bytes))
                 if (narrow := self.within(peak, limit)) is not None:
                     yield narrow
 
@@ -295,8 +297,8 @@ class _Asked:
 
         Of schedules with the least peak, any may be found first, however much it carries.
         """
-        schedule, _ = self.smallest(*with_rest(self.program, self.costs, self.rest(peak_bytes, carried_bytes)))
-        return point_of(self.program, without_rest(schedule), self.costs)
+        found = self.smallest(*with_rest(self.program, self.costs, self.rest(peak_bytes, carried_bytes)))
+        return point_of(self.program, without_rest(found.schedule), self.costs)
 
     def rest(self, peak_bytes: int, carried_bytes: int) -> int:
         """Bytes of the rest of the model with which a block that carries so much reaches this peak."""
@@ -304,7 +306,7 @@ class _Asked:
         ends = sum(program.values[v].bytes for v in (*program.outputs, *program.tangents))
         return max(0, peak_bytes - program.resident_bytes - ends - carried_bytes)
 
-    def smallest(self, program: Program, costs: Mapping[str, Cost]) -> tuple[Schedule, Report]:
+    def smallest(self, program: Program, costs: Mapping[str, Cost]) -> Smallest:
         """The schedule with the lowest peak that is found.
 
         All tasks take equally long meanwhile: what fits must not depend on how busy the machine was when it was
@@ -313,8 +315,7 @@ class _Asked:
         even = {key: replace(cost, seconds=1.0) if math.isfinite(cost.seconds) else cost for key, cost in costs.items()}
         if self.strategy == "milp":
             with suppress(SolverError):
-                found = smallest_budget(program, even, solver=self.solver, time_limit_seconds=max(self.seconds, 0.5))
-                return found.schedule, found.report
+                return smallest_budget(program, even, solver=self.solver, time_limit_seconds=max(self.seconds, 0.5))
         known = smallest_known(Instance(program, even), enough=self.is_over)
         if known is None:
             raise SolverError("the search found no schedule of the block at all")

@@ -97,7 +97,7 @@ def test_a_copy_is_gone_once_the_value_is_made_again() -> None:
     assert found[0].again == ((1, 2),)
 
 
-def test_encode_is_the_inverse_of_decode() -> None:
+def test_point_is_the_inverse_of_decode() -> None:
     tried = 0
     for seed in range(60):
         program, costs, _ = instance(seed)

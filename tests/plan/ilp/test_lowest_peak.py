@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,10 +20,11 @@ from monet_like.ir.simulate import simulate
 from monet_like.plan import plan
 from monet_like.plan.budgets import fits, pareto, smallest_budget
 from monet_like.plan.ilp import lowest_peak
-from monet_like.plan.ilp.lowest_peak import Smallest, find_lowest, minimise_peak
+from monet_like.plan.ilp.lowest_peak import find_lowest, minimise_peak
 from monet_like.plan.ilp.search import Search
 from monet_like.plan.instance import Instance
 from monet_like.plan.local_search.searcher import find_start, smallest_known
+from monet_like.plan.result import Smallest
 from monet_like.profile.devices import DEVICES
 from monet_like.solvers.interface import installed_solvers
 
@@ -57,10 +59,11 @@ def test_lowest_peak_is_found_and_proven_to_the_byte() -> None:
         known = smallest_known(Instance(program, costs))
         assert known is not None
         least = least_peak(program, costs)
-        found = minimise_peak(Instance(program, costs), Smallest(*known, 0)) if least else Smallest(*known, 0)
+        begin = replace(known, proven_bytes=0)
+        found = minimise_peak(Instance(program, costs), begin) if least else begin
         assert found.report == simulate(program, found.schedule, costs)
         assert (found.report.peak_bytes, found.proven_bytes) == (least, least), seed
-        lower += found.report.peak_bytes < known[1].peak_bytes
+        lower += found.report.peak_bytes < known.report.peak_bytes
     assert lower >= 4
 
 
@@ -116,14 +119,14 @@ def test_larger_programs_are_bisected_down_to_the_wanted_budget() -> None:
     program, costs = program_of(215)
     known = smallest_known(Instance(program, costs))
     assert known is not None
-    large = Smallest(known[0], simulate(program, known[0], costs, extra_bytes=1000), 400)
+    large = Smallest(known.schedule, simulate(program, known.schedule, costs, extra_bytes=1000), 400)
     asked: list[int] = []
 
     def ask(budget: int, seconds: float) -> Any:
         asked.append(budget)
         if budget < 600:
             raise InfeasibleError("", proven=budget < 550)
-        return known[0], simulate(program, known[0], costs, extra_bytes=budget - known[1].peak_bytes)
+        return known.schedule, simulate(program, known.schedule, costs, extra_bytes=budget - known.report.peak_bytes)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lowest_peak, "is_small", lambda _: False)
@@ -168,7 +171,7 @@ def test_errors_name_the_smallest_known_budget(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Search, "_refine", lambda *_, **__: None)
     known = smallest_known(Instance(program, costs))
     assert known is not None
-    bytes_ = known[1].peak_bytes
+    bytes_ = known.report.peak_bytes
     assert least_peak(program, costs) < bytes_
     with pytest.raises(
         SolverError, match=rf"found no plan within .*; the smallest known budget is .*\({bytes_} bytes\); allow more"

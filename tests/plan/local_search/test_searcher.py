@@ -74,8 +74,8 @@ def test_local_search_fits_smaller_budgets(share: float, engine: str, monkeypatc
     assert schedule is not None
     assert simulate(program, schedule, costs).peak_bytes <= budget
     known = smallest_known(Instance(program, costs), evaluations=300)
-    assert known is not None and known[1].peak_bytes < peak(program, costs) / 2
-    assert known[1] == simulate(program, known[0], costs)
+    assert known is not None and known.report.peak_bytes < peak(program, costs) / 2
+    assert known.report == simulate(program, known.schedule, costs)
 
 
 def test_local_search_is_reproducible_and_no_worse_than_its_start() -> None:
@@ -128,7 +128,7 @@ def test_steps_near_the_lowest_peak_are_at_most_a_few_times_slower(depth: int, m
     program, costs = network(depth)
     known = smallest_known(Instance(program, costs), evaluations=3000)
     assert known is not None
-    budget = int(1.2 * known[1].peak_bytes)
+    budget = int(1.2 * known.report.peak_bytes)
     schedule = find_start(Instance(program, costs), budget, evaluations=3000)
     assert schedule is not None
     found = simulate(program, schedule, costs)
@@ -140,7 +140,7 @@ def test_search_ends_with_its_best_schedule_when_time_is_up(monkeypatch: pytest.
     program, costs = network(30)
     known = smallest_known(Instance(program, costs), evaluations=3000)
     assert known is not None
-    budget = int(1.2 * known[1].peak_bytes)  # near enough for crossing
+    budget = int(1.2 * known.report.peak_bytes)  # near enough for crossing
     improve, annealed = Searcher.improve, []
 
     def counted(self: Searcher, *args: Any, **options: Any) -> Found:
