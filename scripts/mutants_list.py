@@ -375,6 +375,21 @@ _OFFLOADING = [
     ("auto/rehearsal/counted.py", "if v not in call.held and given[storage] == 1", "if True", "auto/test_offloading_blocks.py::test_an_input_that_others_hold_is_not_offloaded"),
 ]  # fmt: skip
 
+_ON_HOST, _OF_MODELS = "compiler/offloading.py", "auto/test_offloading_models.py::{}"
+_WITHOUT = "compiler/test_offloading.py::test_it_is_planned_without[{}]"
+#: Where whole models have copies on the host of their own accord.
+_OFFLOADING_MODELS = [
+    (_ON_HOST, "report.seconds < WORTH * _seconds(without) and ", "", _WITHOUT.format("no gain")),
+    (_ON_HOST, '"host_bytes": host.room_bytes', '"host_bytes": 2**60', "compiler/test_offloading.py::test_no_more_is_on_the_host_than_it_has_room_for[67108864]"),
+    (_ON_HOST, "if host.pins(found.ready.captured, found.compiled.plan.schedule)", "if found", _WITHOUT.format("pinned")),
+    (_ON_HOST, "return min(_unlimited(best).seconds, best.ready.plain.seconds) < WORTH * _seconds(best)", "return True", _WITHOUT.format("no pressure")),
+    (_ON_HOST, "return simulate(program, found, costs).seconds < WORTH * _seconds(best)", "return True", "compiler/test_offloading.py::test_what_a_slow_link_can_carry_is_told_without_a_plan"),
+    (_ON_HOST, "return least <= budget_bytes", "return True", "compiler/test_offloading.py::test_where_one_task_is_too_large_copies_are_not_tried"),
+    ("auto/offloaded.py", 'record.counts.get("host_bytes", 0) <= _room_alone()', "True", _OF_MODELS.format("test_a_plan_that_finds_no_room_at_the_next_start_is_made_anew")),
+    ("auto/offloaded.py", '(device.type == "cuda" and settings.offloads)', 'device.type == "cuda"', _OF_MODELS.format("test_on_a_gpu_copies_are_added_unless_a_mode_is_given_without_them")),
+    ("auto/whole_plan.py", "captured if asked is request else readmitted(asked, captured)", "captured", _OF_MODELS.format("test_a_model_offloads_and_the_next_start_has_its_plan")),
+]  # fmt: skip
+
 _LAYOUTS, _LAST = "compiler/layouts.py", "capture/trace/channels_last.py"
 _CHECK, _WHOLE = "capture/lower/layouts.py", "auto/whole_plan.py"
 _AS_IT_IS = "compiler/test_faster_layout.py::test_it_is_left_as_it_is[{}]"
@@ -415,7 +430,16 @@ def _listed() -> Iterator[Mutant]:
         yield Mutant("replay/stepping.py", text, instead, test)
     for text, instead, test in _WRAPPER:
         yield Mutant("replay/wrapper.py", text, instead, test)
-    for file, text, instead, test in (*_CHECKS, *_SCHEDULES, *_KEPT, *_GUARDS, *_OFFLOADING, *_CHANNELS_LAST, *_CLOCKS):
+    for file, text, instead, test in (
+        *_CHECKS,
+        *_SCHEDULES,
+        *_KEPT,
+        *_GUARDS,
+        *_OFFLOADING,
+        *_OFFLOADING_MODELS,
+        *_CHANNELS_LAST,
+        *_CLOCKS,
+    ):
         yield Mutant(file, text, instead, test)
     for text, instead, test in _SHARED:
         yield Mutant("auto/shared_captures.py", text, instead, test)

@@ -45,7 +45,7 @@ from .block_menus import (
 )
 from .block_shares import OwnPlans, Share
 from .kept_plans import NOTHING, REFINED, KeptPlan, StepKey, is_near, most_of_rest
-from .offloaded import can_offload, link_rate, lone_in_all, offload, room_on_host
+from .offloaded import NOT_PINNED, can_offload, link_rate, lone_in_all, offload, room_on_host
 from .offloaded import in_words as offloaded_in_words
 from .planning import Settings
 from .promise import BlockPlan
@@ -125,7 +125,7 @@ def _planned_with(
     moments = tuple((name, count + kept.cublas_bytes) for name, count in moments)
     moment, peak = max(moments, key=lambda entry: entry[1])
     if not all_agree(can_offload(of, first.step, kept), sharing):
-        warn_caller("the host's memory for offloaded activations could not be pinned, so the plan offloads none")
+        warn_caller(NOT_PINNED)
         return _planned_with(of, memory, settings, progress, offloads=False)
     stream(of, first.step, kept.points, sharing)
     offload(of, kept)

@@ -6,9 +6,16 @@ import platform
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import torch
+
 from ..capture.captured import Captured
 from ..capture.example_inputs import device_of
+from ..compiler.offloading import Host
+from ..errors import warn_caller
 from ..ir.mode import OFFLOAD, parse_mode
+from ..ir.schedule import Schedule
+from ..ir.schedule_file import ScheduleRecord
+from ..ir.simulate import Free, running
 from ..ir.step import Step, bytes_on_host, with_offloads
 from ..ir.units import format_bytes
 from ..profile.rates import host_rate
@@ -24,6 +31,8 @@ from .rehearsal.memory import Blocks, StepMemory
 Lone = Mapping[int, Mapping[int, Collection[int]]]
 #: Share of the host's available memory that they may take: data loaders need some, too.
 ROOM = 0.5
+#: Said where the host's memory cannot be pinned.
+NOT_PINNED = "the host's memory for offloaded activations could not be pinned, so the plan offloads none"
 #: Smaller values are not worth a copy: it takes less time than to start it.
 LEAST_BYTES = 2**16
 
@@ -49,17 +58,59 @@ def offloadable(captured: Captured, held: Collection[int], lone: Collection[int]
     )
 
 
-def room_on_host(of: Blocks, step: Step, settings: Settings) -> int:
-    """Bytes of the host that offloaded values may take in each process; 0: nothing is offloaded.
-
-    On a GPU blocks offload what a plan gains by it, and on a CPU where the mode says ``offload``: there both memories
-    are one.
+def _admits(device: torch.device, settings: Settings) -> bool:
+    """Whether values may be offloaded: on a GPU unless the user's mode says otherwise, on a CPU where it says
+    ``offload``: there both memories are one.
     """
-    admits = device_of(of.model).type == "cuda" or OFFLOAD in parse_mode(settings.mode)
-    if not admits or with_offloads(step) is None:
+    return OFFLOAD in parse_mode(settings.mode) or (device.type == "cuda" and settings.offloads)
+
+
+def _room_alone() -> int:
+    """The share of one process, which does not ask how many of the others are on this host."""
+    return int(ROOM * available_bytes() / processes())
+
+
+def adds_copies(device: torch.device, settings: Settings) -> bool:
+    """Whether a plan of a whole model may add copies on the host to what its mode has."""
+    return OFFLOAD not in parse_mode(settings.mode) and _admits(device, settings)
+
+
+def host_of(device: torch.device, settings: Settings) -> Host | None:
+    """The host for copies that a plan of a whole model adds; None: it adds none, or nothing can be pinned."""
+    if not adds_copies(device, settings) or not (room := _room_alone()):
+        return None
+    try:
+        rate = host_rate(device)
+    except RuntimeError:
+        return None
+    return Host(rate, room, lambda captured, schedule: _pinned(captured, schedule, device))
+
+
+def has_room(record: ScheduleRecord, captured: Captured, device: torch.device, settings: Settings) -> bool:
+    """Whether there is room for the copies on the host that a plan from the cache has added, if it has."""
+    if not adds_copies(device, settings) or OFFLOAD not in parse_mode(record.mode):
+        return True
+    return record.counts.get("host_bytes", 0) <= _room_alone() and _pinned(captured, record.schedule, device)
+
+
+def _pinned(captured: Captured, schedule: Schedule, device: torch.device) -> bool:
+    """Whether what a schedule has on the host at once can be pinned; PyTorch keeps the memory. Else a warning."""
+    values, most = captured.program.values, list[int]()
+    for moment in running(captured.program, schedule, Free()):
+        there = [values[v].host_bytes for v in {*moment.alive, *moment.task.writes} if values[v].host_bytes]
+        most = max(most, there, key=sum)
+    if not can_pin(most, device):
+        warn_caller(NOT_PINNED)
+        return False
+    return True
+
+
+def room_on_host(of: Blocks, step: Step, settings: Settings) -> int:
+    """Bytes of the host that offloaded values may take in each process; 0: nothing is offloaded."""
+    if not _admits(device_of(of.model), settings) or with_offloads(step) is None:
         return 0
-    if settings.sharing == "alone":  # how many of the others are on this host it does not ask
-        return int(ROOM * available_bytes() / processes())
+    if settings.sharing == "alone":
+        return _room_alone()
     every = gathered([platform.node(), available_bytes()], settings.sharing)
     names = [name for name, _ in every]
     return min(int(ROOM * count / names.count(name)) for name, count in every)
@@ -99,5 +150,9 @@ def offload(of: Blocks, kept: KeptPlan) -> None:
 
 def in_words(step: Step, kept: KeptPlan) -> str:
     """What of a plan is offloaded, for people; "": nothing."""
-    size = bytes_on_host(step, kept.points)
-    return f"; {format_bytes(size)} of activations on the host until the backward" if size else ""
+    return on_host(bytes_on_host(step, kept.points))
+
+
+def on_host(count: int) -> str:
+    """So many bytes of activations on the host, as the end of a line; "": none."""
+    return f"; {format_bytes(count)} of activations on the host until the backward" if count else ""

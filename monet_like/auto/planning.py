@@ -13,7 +13,7 @@ import torch
 from ..compiler.request import OPTIMIZERS
 from ..errors import SolverError, UsageError
 from ..ir.defaults import EXACT_MODE, MODE, SOLVER
-from ..ir.mode import parse_mode
+from ..ir.mode import OFFLOAD, parse_mode
 from ..ir.units import MOST_SECONDS, Budget, parse_budget
 from ..replay.wrapper import BACKENDS
 from ..solvers.interface import check_solver
@@ -41,7 +41,8 @@ class Planning(TypedDict, total=False):
     * ``solver`` (default HIGHS), ``time_limit_seconds`` (60), ``gap`` (0.01): of the integer program. With ``blocks``
       the limit is for the menu of each kind of block; the choice among menus, mostly a second, may take the limit or 20
       seconds, whichever is more, up to three times. Where it is quick, all of that has 20 seconds together.
-    * ``mode``: which variants may be used, in MONeT's words (`monet_like.ir.mode`), instead of ``exact``.
+    * ``mode``: which variants may be used, in MONeT's words (`monet_like.ir.mode`), instead of ``exact``. Without it
+      activations may be on the host on a GPU, as with the word ``offload``.
     * ``verbose``: show progress and a line at the end on stderr; None (default): if that is a terminal or a notebook.
       The logger ``monet_like`` gets that line in any case (level INFO).
 
@@ -98,6 +99,7 @@ class Settings:
         sharing: how the processes of the default group plan.
         earlier: menus of quick plans by these settings.
         told: of parts that were found: the end of the line that says what is planned.
+        offloads: on a GPU activations may be on the host; False where the user's mode has no word for it.
     """
 
     budget: Budget
@@ -118,6 +120,7 @@ class Settings:
     weights: str = "device"
     earlier: EarlierMenus = field(default_factory=EarlierMenus, compare=False, repr=False)
     told: str = ""
+    offloads: bool = True
 
     @staticmethod
     def of(
@@ -140,6 +143,7 @@ class Settings:
             is_right, words = _RULES[name]
             if not _holds(is_right, value):
                 raise UsageError(f"{name} {list(value) if isinstance(value, tuple) else value!r} {words}")
+        given["offloads"] = "mode" not in given or OFFLOAD in parse_mode(given["mode"])
         given["mode"] = _mode(exact, given)
         parse_mode(given["mode"])
         with suppress(SolverError):  # it is not installed: a quick plan needs none

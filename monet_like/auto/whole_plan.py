@@ -17,25 +17,29 @@ from ..capture.captured import Captured
 from ..capture.example_inputs import input_specs, specs_in_words
 from ..capture.precision import weights_layout
 from ..compiler.layouts import in_faster_layout
+from ..compiler.offloading import offloading, planned
 from ..compiler.pipeline import QUICK_SECONDS, compile_prepared, make_record, prepare
 from ..compiler.prepared import Prepared, plain_seconds
 from ..compiler.progress import Progress, announce
-from ..compiler.request import Request, captured_for, in_autograd_order
+from ..compiler.request import Request, captured_for, in_autograd_order, readmitted
 from ..compiler.sources import Cached
 from ..errors import CaptureError, InfeasibleError, OutOfMemory, ProfileError, ScheduleFileError, SolverError
-from ..ir.mode import NHWC, parse_mode
+from ..ir.mode import NHWC, OFFLOAD, parse_mode
+from ..ir.schedule import Schedule
 from ..ir.schedule_file import PLAIN, ScheduleRecord
 from ..ir.simulate import simulate
 from ..ir.step import Point
 from ..ir.units import Budget, format_apart, format_seconds
 from ..plan import Plan, store_all
 from ..plan.step.menus import point_of
+from ..plan.subprogram import has_overlap
 from ..profile.cublas import schedule_multiplies
 from ..profile.devices import device_name
 from ..profile.settings import settings_digest
 from ..replay.checks.compatibility import exceeds, has_liger
 from .kept_pieces import KeptPiece, keep_costs
 from .kept_plans import REFINED, KeptPlan, StepKey, digest_of
+from .offloaded import adds_copies, has_room, host_of, on_host
 from .planning import Settings
 from .rehearsal.plain import plain_peak
 
@@ -63,9 +67,9 @@ def plan_or_load(request: Request, settings: Settings, device: torch.device, cap
 
     def fits(kept: KeptPlan) -> bool:
         (record,) = kept.records if len(kept.records) == 1 else (None,)
-        if record is None or not is_of(record, captured_as(record, request, captured), device):
+        if record is None or not is_of(record, found := captured_as(record, request, captured), device):
             raise ScheduleFileError(f"the file has no schedule that fits the program of {request.expression}")
-        return True
+        return has_room(record, found, device, settings)
 
     def kept(settings: Settings) -> ScheduleRecord | None:
         if (found := key.find(settings, fits, f"{request.expression} is")) is None:
@@ -80,7 +84,7 @@ def plan_or_load(request: Request, settings: Settings, device: torch.device, cap
     quick = settings.quick and not key.refines(settings)
 
     try:
-        record, point = _compiled(request, settings, device, captured, piece, plain, quick=quick)
+        record, point, only = _compiled(request, settings, device, captured, piece, plain, quick=quick)
     except (InfeasibleError, SolverError) as error:
         error.plain_peak_bytes = plain() or error.plain_peak_bytes
         if (named := _named(request, error)) is not None:
@@ -91,7 +95,7 @@ def plan_or_load(request: Request, settings: Settings, device: torch.device, cap
         raise _in_words(error, request, settings.budget, quick=quick) from None
     place = key.keep(_alone(record, point), quick=quick)
     how = f"{format_seconds(time.monotonic() - started)}{REFINED if quick and settings.refines else ''}"
-    _tell(record, f"planned in {how}, kept in {place}", settings.verbose)
+    _tell(record, f"planned in {how}, kept in {place}", settings.verbose, only)
     return record
 
 
@@ -103,6 +107,7 @@ def _key(request: Request, settings: Settings, device: torch.device, piece: str,
     asked = (
         settings.budget.bytes or settings.budget.share, request.mode, request.solver.upper(), request.gap,
         request.time_limit_seconds, request.optimizer, request.optimizer_in_backward, plain,
+        adds_copies(device, settings),
     )  # fmt: skip
     return StepKey(((piece, ""),), (1,), (), 0, asked, (device_name(device), settings_digest(device)))
 
@@ -117,19 +122,25 @@ def _alone(record: ScheduleRecord, point: Point) -> KeptPlan:
 
 
 def captured_as(record: ScheduleRecord, request: Request, captured: Captured) -> Captured:
-    """The captured step with those gradients delayed that a schedule delays, and with convolutions in its layout.
+    """The captured step with those gradients delayed that a schedule delays, with convolutions in its layout, and with
+    copies on the host if it may have some.
 
     As it is if it cannot be captured so: then the schedule is of another program.
     """
-    if is_same_layout := (NHWC in parse_mode(record.mode)) == (NHWC in parse_mode(request.mode)):
+    words, asked = parse_mode(record.mode), request
+    if OFFLOAD in words and OFFLOAD not in parse_mode(request.mode):
+        asked = offloading(request)
+    if (NHWC in words) == (NHWC in parse_mode(request.mode)):
         if record.made_last == captured.made_last:
-            return captured
+            return captured if asked is request else readmitted(asked, captured)
         if not record.made_last:
-            return in_autograd_order(request, captured)
-    mode = request.mode if is_same_layout else record.mode
-    asked = replace(request, mode=mode, made_last=record.made_last, liger=has_liger(record))
+            return in_autograd_order(asked, captured)
+    else:
+        asked = replace(request, mode=record.mode)
     with suppress(CaptureError):
-        return captured_for(asked, request.example)
+        return captured_for(
+            replace(asked, made_last=record.made_last, liger=has_liger(record)), request.example
+        )  # fmt: skip
     return captured
 
 
@@ -151,7 +162,7 @@ def _compiled(
     counted: Callable[[], int | None],
     *,
     quick: bool,
-) -> tuple[ScheduleRecord, Point]:
+) -> tuple[ScheduleRecord, Point, bool]:
     """Plan, with what the store of this device knows; what is measured completely is kept there.
 
     Plain PyTorch's own step is the plan where it fits and no schedule does. Schedules need a little more than it at
@@ -159,6 +170,9 @@ def _compiled(
 
     Args:
         counted: plain PyTorch's peak, see `plain_peak`; where it is None the program tells.
+
+    Returns:
+        The schedule, its point, and whether nothing fits without copies on the host (`Found.only`).
 
     Raises:
         InfeasibleError, SolverError: nothing fits.
@@ -181,6 +195,7 @@ def _compiled(
                 compile_prepared, budget=limit, device=device, quick=quick, save_profile=source.save,
                 progress=progress.profiling, plan_progress=progress.planning,
             )  # fmt: skip
+            found_for = partial(planned, budget_bytes=limit, host=partial(host_of, device, settings), compiled=compiled)
 
             def priced_as(other: Request, captured: Captured) -> Prepared:
                 return prepare(
@@ -192,25 +207,28 @@ def _compiled(
             progress.at("plan", most=QUICK_SECONDS if quick else settings.time_limit_seconds)
             if faster is not None:
                 with suppress(InfeasibleError, SolverError, ProfileError):  # then as it is given
-                    there, found = compiled(*faster)
+                    found = found_for(*faster)
                     plain, seconds = eager or ready.plain.peak_bytes, plain_seconds(ready)
-                    record = replace(found.record, plain_peak_bytes=plain, plain_seconds=seconds)
-                    return record, _point(there, record)
+                    record = replace(found.compiled.record, plain_peak_bytes=plain, plain_seconds=seconds)
+                    return record, _point(found.ready, record), found.only
             try:
-                ready, found = compiled(request, ready)
+                found = found_for(request, ready)
+                schedules: tuple[Schedule, ...] = ()
+                if found.request is request:
+                    ready, schedules = found.ready, (found.compiled.record.schedule,)
                 if quick and earlier is None:
                     keep_costs(piece, device, ready)
                     if ready.captured is not captured:  # it has the costs of both orders of gradients
                         settings.earlier.add(replace(ready, captured=captured), ())
-                    settings.earlier.add(ready, (found.record.schedule,))
-                record = replace(found.record, plain_peak_bytes=eager or ready.plain.peak_bytes)
-                return record, _point(ready, record)
+                    settings.earlier.add(ready, schedules)
+                record = replace(found.compiled.record, plain_peak_bytes=eager or ready.plain.peak_bytes)
+                return record, _point(found.ready, record), found.only
             except (InfeasibleError, SolverError) as error:
                 plain = error.plain_peak_bytes = eager or ready.plain.peak_bytes
                 if budget.of(plain) < plain:
                     raise
                 record = _plain_record(request, ready, budget.of(plain), plain)
-                return record, _point(ready, record)
+                return record, _point(ready, record), False
     except OutOfMemory as error:
         tried = re.search(r"[Tt]ried to allocate ([\d.]+ ?\w+)", error.told)
         raise ProfileError(
@@ -231,6 +249,8 @@ def _named(request: Request, error: InfeasibleError | SolverError) -> tuple[Sche
     report = simulate(program, error.smallest, ready.costs, extra_bytes=extra)
     if report.peak_bytes > peak:
         return None
+    if has_overlap(program) and OFFLOAD not in parse_mode(request.mode):
+        request = offloading(request)
     record = make_record(request, ready, Plan(error.smallest, report, "feasible"), peak)
     record = replace(record, plain_peak_bytes=error.plain_peak_bytes)
     return record, _point(ready, record)
@@ -298,8 +318,12 @@ _NO_LESS = "; plain PyTorch would do: it needs no more memory"
 _MORE = "; that is more than plain PyTorch takes: memory_budget='100%' plans within its memory"
 
 
-def _tell(record: ScheduleRecord, source: str, verbose: bool | None) -> None:
-    """Log in one line what a schedule promises and where it is from; also on stderr, if that is wanted."""
+def _tell(record: ScheduleRecord, source: str, verbose: bool | None, only: bool = False) -> None:
+    """Log in one line what a schedule promises and where it is from; also on stderr, if that is wanted.
+
+    Args:
+        only: nothing fits without copies on the host.
+    """
     gap = "" if record.gap is None else f", within {100 * record.gap:.1f} % of the best possible"
     peak, plain = format_apart(record.peak_bytes, record.plain_peak_bytes)
     would_do = ""
@@ -307,8 +331,9 @@ def _tell(record: ScheduleRecord, source: str, verbose: bool | None) -> None:
         would_do = "; no schedule fits, so the step is plain PyTorch's own"
     elif record.peak_bytes >= record.plain_peak_bytes:
         would_do = _MORE if record.peak_bytes > record.plain_peak_bytes else _NO_LESS
+    there = on_host(record.counts.get("host_bytes", 0)) + (", without which nothing fits" if only else "")
     announce(
         f"{record.model}: peak {peak} instead of {plain}, step {format_seconds(record.seconds)} instead of "
-        f"{format_seconds(record.plain_seconds)} (predicted){gap}{would_do}; {source}; costs: {record.note}",
+        f"{format_seconds(record.plain_seconds)} (predicted){gap}{would_do}{there}; {source}; costs: {record.note}",
         verbose,
     )

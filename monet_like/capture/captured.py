@@ -148,6 +148,7 @@ class Captured:
         optimizer_in_backward: gradients of parameters are freed in the backward, where slots named ``release`` read
             them.
         made_last: names of the parameters whose gradients ``program`` makes after all others, see `made_last`.
+        without_variants: what variants were added to (`monet_like.variants.admitted`); None before that.
         undelayed: the step as traced, without variants, whose gradients are all made in autograd's order; None where
             ``program`` delays none.
         reads: Python values that the model reads, such as a dropout's ``p``, as they were at the capture.
@@ -184,6 +185,7 @@ class Captured:
     as_called: Program | None = None
     autograd_nodes: Mapping[str, int] = field(default_factory=dict)
     made_last: tuple[str, ...] = ()
+    without_variants: Captured | None = None
     undelayed: Captured | None = None
     optimizer_in_backward: bool = False
     reads: Reads | None = None

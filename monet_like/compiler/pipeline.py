@@ -110,7 +110,7 @@ def compile_prepared(
     limit = budget if isinstance(budget, int) else budget(ready.plain.peak_bytes)
     before = ready.profile
     if quick:
-        ready, found = plan_quickly(ready, request, limit, device, progress, plan_progress)
+        ready, found = plan_quickly(ready, request, limit, device, progress, plan_progress, **options)
     else:
         search = partial(plan_for, request=request, budget_bytes=limit, progress=plan_progress, **options)
         ready, found = plan_settled(ready, request, limit, device, search, MOST_FULL_PLANS, progress)
@@ -179,6 +179,7 @@ def plan_quickly(
     device: torch.device,
     progress: Progress | None = None,
     plan_progress: Callable[[str], None] | None = None,
+    **options: Any,
 ) -> tuple[Prepared, Plan]:
     """`plan_settled` by the local search; where that finds nothing, by the integer program, for all together
     `QUICK_SECONDS`.
@@ -188,7 +189,7 @@ def plan_quickly(
         SolverError: nothing was found.
     """
     ends = time.monotonic() + QUICK_SECONDS
-    planned = partial(plan_for, budget_bytes=budget_bytes, progress=plan_progress)
+    planned: Callable[..., Plan] = partial(plan_for, budget_bytes=budget_bytes, progress=plan_progress, **options)
 
     def left() -> float:
         return ends - time.monotonic()

@@ -133,6 +133,12 @@ def in_autograd_order(request: Request, captured: Captured) -> Captured:
     return admitted(captured.undelayed, request.mode, ablation=request.ablation, liger=request.liger)
 
 
+def readmitted(request: Request, captured: Captured) -> Captured:
+    """A captured step with the variants of this request instead of those it has. Nothing is traced again."""
+    assert captured.without_variants is not None
+    return admitted(captured.without_variants, request.mode, ablation=request.ablation, liger=request.liger)
+
+
 def optimizer_bytes(model: nn.Module, optimizer: str, *, in_backward: bool = False) -> int:
     """Bytes of the optimizer's state for the model's trainable parameters.
 

@@ -9,7 +9,8 @@ batch norm where PyTorch takes cuDNN's;
 Three words admit lossy caches, each on its own: ``dropit0.9`` weight gradients from the largest tenth of a layer's
 input, ``lowp16`` and ``lowp8`` values kept for the backward in 16 and 8 bits.
 
-``offload`` admits copies on the host: exact to the bit, but what they take is counted apart.
+``offload`` admits copies on the host: exact to the bit, but what they take is counted apart. `monet_like.auto_schedule`
+adds the word on a GPU where the step is shorter so.
 
 ``nhwc`` has convolutions compute in channels-last layout, whatever layout images and filters have: the results agree to
 rounding, and so the program is another one. `monet_like.auto_schedule` adds the word where that is faster on a GPU.
@@ -31,7 +32,7 @@ WORDS = ("inplace", "conv", "multiway", "newnode")
 #: Words that are off unless a mode names them; `DROPIT` is followed by the share of elements to drop.
 LOSSY_WORDS = ("lowp16", "lowp8")
 DROPIT = "dropit"
-#: As little in any mode of itself: values that wait for the backward on the host.
+#: In no mode of itself either: values that wait for the backward on the host.
 OFFLOAD = "offload"
 #: Nor this: datasheet rates know no algorithms, and measuring all of them takes several times as long.
 ALGORITHMS = "algorithms"

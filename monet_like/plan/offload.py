@@ -17,12 +17,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from math import inf
 from typing import Any, TypeVar, cast
 
 from ..errors import InfeasibleError, ScheduleError, SolverError
 from ..ir.program import Cost, Program
 from ..ir.schedule import Schedule
 from ..ir.simulate import Report
+from ..ir.units import format_bytes
 from .instance import Instance
 from .result import Plan
 from .subprogram import has_overlap, without_overlap
@@ -40,17 +42,21 @@ Strategy = TypeVar("Strategy", bound=Callable[..., Plan])
 def plans_with_copies(strategy: Strategy) -> Strategy:
     """Decorator: a strategy that plans copies that overlap with computing, and is asked for plans without such copies.
 
-    Each of `PRICES` has an equal share of the time limit. A schedule given as ``start`` is the plan where nothing
-    faster is found. Programs without such copies go to ``strategy`` as they are.
+    Each of ``prices`` (default: `PRICES`) has an equal share of the time limit. A schedule given as ``start`` is the
+    plan where nothing faster is found. Plans with more than ``host_bytes`` on the host are left out. When a plan is
+    there and time is up by ``enough``, of `find_start`, nothing more is tried. Programs without such copies go to
+    ``strategy`` as they are.
     """
 
     @functools.wraps(strategy)
     def planned(program: Program, costs: Mapping[str, Cost], budget_bytes: int, **settings: Any) -> Plan:
+        room, prices = settings.pop("host_bytes", inf), settings.pop("prices", PRICES)
         if not has_overlap(program):
             return strategy(program, costs, budget_bytes, **settings)
         start, instance = settings.pop("start", None), Instance(program, costs, settings.get("extra_bytes", 0))
+        enough = settings.get("enough", lambda fits: False)
         if "time_limit_seconds" in settings:
-            settings["time_limit_seconds"] /= len(PRICES)
+            settings["time_limit_seconds"] /= len(prices)
         copying = {task.cost for task in program.tasks if task.copies}
         best: Plan | None = None
         if start is not None:
@@ -58,7 +64,7 @@ def plans_with_copies(strategy: Strategy) -> Strategy:
             best = Plan(start, report, "feasible", found_by="start") if report.peak_bytes <= budget_bytes else None
         failure: InfeasibleError | SolverError | None = None
         seconds: dict[str, float] = {}
-        for price in PRICES:
+        for price in prices:
             small = without_overlap(program, copies=price is not None)
             priced = {
                 key: Cost(cost.seconds * (price or 1.0), cost.workspace_bytes) if key in copying else cost
@@ -70,14 +76,19 @@ def plans_with_copies(strategy: Strategy) -> Strategy:
             except (InfeasibleError, SolverError) as error:
                 failure = error
                 continue
-            schedule, report = hide(instance, small.whole(found.schedule), budget_bytes)
+            schedule, report = hide(instance, small.whole(found.schedule), budget_bytes, enough)
             seconds = {name: seconds.get(name, 0.0) + spent for name, spent in found.stage_seconds.items()}
-            if best is None or report.seconds < best.report.seconds:
+            if report.host_bytes > room:
+                failure = failure or SolverError(
+                    f"plans were found with {format_bytes(report.host_bytes)} on the host, which has room for "
+                    f"{format_bytes(room)}"
+                )
+            elif best is None or report.seconds < best.report.seconds:
                 best = Plan(
                     schedule, report, "feasible", solver=found.solver, found_by=found.found_by, rows=found.rows,
                     columns=found.columns, interrupted=found.interrupted,
                 )  # fmt: skip
-            if found.interrupted:
+            if found.interrupted or (best is not None and enough(True)):
                 break
         if best is None:
             assert failure is not None
@@ -87,10 +98,18 @@ def plans_with_copies(strategy: Strategy) -> Strategy:
     return cast(Strategy, planned)
 
 
-def hide(instance: Instance, schedule: Schedule, budget_bytes: int) -> tuple[Schedule, Report]:
-    """Overlap the schedule's copies with computing, as far as that makes it faster within the budget."""
+def hide(
+    instance: Instance, schedule: Schedule, budget_bytes: int, enough: Callable[[bool], bool] = lambda fits: False
+) -> tuple[Schedule, Report]:
+    """Overlap the schedule's copies with computing, as far as that makes it faster within the budget.
+
+    Args:
+        enough: returns whether time is up; asked before every copy.
+    """
     report = instance.simulate(schedule)
     for moves in _moves(instance.program, schedule):
+        if enough(True):
+            break
         best = schedule, report
         for move in moves:
             try:

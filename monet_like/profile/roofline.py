@@ -78,9 +78,14 @@ def _workspace(task: Task, work: Work, limits: DeviceLimits) -> int:
 
 def _seconds(captured: Captured, task: Task, work: Work, limits: DeviceLimits) -> float:
     if task.copies:
-        copied = max(captured.metas[v].storage_bytes for v in (*task.reads, *task.writes))
-        return limits.launch_seconds + copied / limits.host_bytes_per_second
+        return copy_seconds(captured, task, limits.host_bytes_per_second, limits.launch_seconds)
     return seconds_of(work.operations, limits)
+
+
+def copy_seconds(captured: Captured, task: Task, bytes_per_second: float, launch_seconds: float) -> float:
+    """How long a task takes that copies a value to or from the host."""
+    copied = max(captured.metas[v].storage_bytes for v in (*task.reads, *task.writes))
+    return launch_seconds + copied / bytes_per_second
 
 
 def seconds_of(operations: Sequence[Operation], limits: DeviceLimits) -> float:

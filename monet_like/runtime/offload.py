@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..errors import MonetError
+from ..errors import MonetError, warn_caller
 from ..ir.units import MIB, format_bytes
 
 #: A file is written and read in pieces of this size, so that no more of it is in the process's memory at once.
@@ -47,7 +47,7 @@ def send_start(x: Tensor) -> Tensor:
     """As `send`, but the copy is there only after `send_end`; until then ``x`` has to stay."""
     flat = _flat(x)
     if x.device.type == "cuda":
-        host = _pinned(flat.numel())
+        host = _on_host(flat.numel())
         host.done = _copy_beside(host, flat, x)  # type: ignore[attr-defined]
     else:
         host = _mapped(flat.numel())
@@ -152,6 +152,15 @@ def _pinned(count: int) -> Tensor:
             f"a copy on the host needs {format_bytes(count)} of pinned memory: {str(error).splitlines()[0]}; "
             "free some of the host's memory, or plan without the mode word offload"
         ) from None
+
+
+def _on_host(count: int) -> Tensor:
+    """`_pinned`; memory that the system may move where none can be pinned: copies take longer, and training goes on."""
+    try:
+        return _pinned(count)
+    except MonetError as error:
+        warn_caller(f"a copy on the host is not in pinned memory, and takes longer: {error}")
+        return torch.empty(count, dtype=torch.uint8)
 
 
 @cache

@@ -41,6 +41,5 @@ def admitted(captured: Captured, mode: str, *, ablation: bool = False, liger: bo
     """
     words = parse_mode(mode)
     full = reading_once(with_variants(captured, words, liger=liger))
-    return obeying_marks(
-        replace(full, program=bitwise_where_compared(full.program.restrict(words, rerun=not ablation)))
-    )
+    program = bitwise_where_compared(full.program.restrict(words, rerun=not ablation))
+    return obeying_marks(replace(full, program=program, without_variants=captured))

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
@@ -35,6 +36,8 @@ from monet_like.compiler import layouts
 from monet_like.compiler.costs import measured_costs
 from monet_like.compiler.pipeline import compile_schedule
 from monet_like.compiler.request import Request, captured_for
+from monet_like.errors import MonetError
+from monet_like.ir.defaults import MODE
 from monet_like.ir.program import Cost
 from monet_like.ir.simulate import running as moments
 from monet_like.models.unet import UNet
@@ -44,6 +47,7 @@ from monet_like.profile.measure import UNSPLIT_BYTES, allocated_peak, seconds_of
 from monet_like.profile.workspaces import own_need
 from monet_like.replay.verify.steps import resident_bytes, step_peak, unsaved_loss
 from monet_like.report.live import live_step
+from monet_like.runtime import offload as host_copies
 from monet_like.runtime.out_of_memory import silent
 
 plan_briefly()
@@ -141,8 +145,15 @@ class InAutocast(nn.Module):
             return self.model(*args)
 
 
-def planned(name: str, device: torch.device = CUDA, **options: Any) -> tuple[Any, tuple[Any, ...], nn.Module]:
-    """A model with a schedule, its arguments, and the same in its autocast."""
+def planned(
+    name: str, device: torch.device = CUDA, *, link: float = 5e10, **options: Any
+) -> tuple[Any, tuple[Any, ...], nn.Module]:
+    """A model with a schedule, its arguments, and the same in its autocast.
+
+    Args:
+        link: bytes a second to the host. A copy that is measured here takes next to no time.
+    """
+    offloaded.host_rate = lambda _: link  # type: ignore[assignment]
     model, args = CASES[name]()
     model, args = model.to(device), tuple(arg.to(device) for arg in args)
     dtype = torch.bfloat16 if "bfloat16" in name else None
@@ -279,6 +290,38 @@ def offload(name: str) -> dict[str, Any]:
         "pinned predicted": wrapped.record.counts["host_bytes"],
         "pinned": torch.cuda.host_memory_stats()["active_bytes.peak"],
     }
+
+
+def offloads(name: str) -> dict[str, Any]:
+    """Without a word of the mode: by what the link to the host carries, by the budget, and with a mode that is given.
+
+    The next start finds the first plan in the cache.
+    """
+    fast: dict[str, Any] = {"memory_budget": "60%", "link": 1e13}
+    wrapped, args, running = planned(name, **fast)
+    torch.empty(1, pin_memory=True)
+    torch.cuda.reset_peak_host_memory_stats()
+    step(running, args)
+    record, extra = wrapped.record, wrapped.record.extra_bytes
+    found = {
+        "predicted": record.peak_bytes - extra,
+        "asked": step_peak(running, (args, {}), CUDA),
+        "plain": record.plain_peak_bytes - extra,
+        "pinned": torch.cuda.host_memory_stats()["active_bytes.peak"],
+        "again": planned(name, **fast)[0].record == record,
+    }
+    others: list[dict[str, Any]] = [{"mode": MODE}, {"memory_budget": "200%"}, {"memory_budget": "61%", "link": 1e6}]
+    records = [record, *(planned(name, **{**fast, **other})[0].record for other in others)]
+
+    def full(count: int) -> torch.Tensor:
+        raise MonetError("the host is full")
+
+    host_copies._pinned = full
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        step(running, args)
+    found["said"] = sorted({str(each.message) for each in said})
+    return found | {"records": [[each.mode, each.counts.get("host_bytes", 0)] for each in records]}
 
 
 def large_blocks() -> int:
@@ -578,7 +621,7 @@ WHAT = {
         train, in_channels_last, whole, rehearsals, two_devices, offload, reserve, placed, distributed, workspaces,
         placed_loss, timed, by_rates, attention, saved, copies, live, out_of_memory, out_of_memory_in_blocks, card,
         moved, cublas, streamed.races, streamed.weights, streamed.larger, streamed.no_room, streamed.replicated,
-        streamed.offloaded, streamed.offloading_blocks, convolutions.cudnn_calls,
+        streamed.offloaded, streamed.offloading_blocks, convolutions.cudnn_calls, offloads,
     )
 }  # fmt: skip
 

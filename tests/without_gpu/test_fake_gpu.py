@@ -108,6 +108,19 @@ def test_convolutions_in_channels_last_are_planned_where_they_are_faster(ask: As
     assert_predicted(found)
 
 
+@needs_kernels
+def test_a_model_offloads_of_its_own_accord_where_that_is_faster(ask: Ask) -> None:
+    """Not in a mode that is given, with room for all, or by a slow link. It trains on where nothing can be pinned."""
+    (found,) = ask("offloads:decoder", **SMALL_WORKSPACES)
+    (mode, host_bytes), *others = found["records"]
+    assert mode == "inplace_conv_multiway_newnode_offload" and host_bytes > 0
+    assert others == [["inplace_conv_multiway_newnode", 0]] * 3
+    assert found["again"]
+    assert 0 < found["pinned"] <= host_bytes
+    assert found["said"] == ["a copy on the host is not in pinned memory, and takes longer: the host is full"]
+    assert 0.98 * found["predicted"] < found["asked"] <= found["predicted"] <= 0.6 * found["plain"]
+
+
 @pytest.mark.slow
 def test_plans_from_a_datasheet_need_what_they_predict(ask: Ask) -> None:
     """Also while a gradient, or an MLP in tiles, is computed by several operators in one task."""
