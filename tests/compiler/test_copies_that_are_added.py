@@ -53,6 +53,7 @@ def never() -> Host:
     raise AssertionError("the link was measured")
 
 
+@pytest.mark.filterwarnings("ignore:the schedule was planned for a100")
 def test_copies_that_gain_are_taken_exact_and_as_predicted() -> None:
     request, ready = exact = prepared(*layers(8, 512, 4096), EXACT_MODE)
     without, best = found(exact, 0.55, lambda: None), found(exact, 0.55, lambda: Host(FAST, ROOM))
@@ -121,6 +122,7 @@ def failure(of: tuple[Request, Prepared], host: Host | None) -> InfeasibleError 
     return caught.value
 
 
+@pytest.mark.filterwarnings("ignore:the schedule was planned for a100")
 def test_what_fits_only_with_copies_is_planned_with_them(gates: tuple[Request, Prepared]) -> None:
     smallest = failure(gates, None).smallest_bytes
     assert smallest is not None
