@@ -195,7 +195,9 @@ def _compiled(
                 compile_prepared, budget=limit, device=device, quick=quick, save_profile=source.save,
                 progress=progress.profiling, plan_progress=progress.planning,
             )  # fmt: skip
-            found_for = partial(planned, budget_bytes=limit, host=partial(host_of, device, settings), compiled=compiled)
+            plain_fits = (eager or ready.plain.peak_bytes) <= limit  # then there is no need of copies
+            host = partial(host_of, device, settings, is_needed=not plain_fits)
+            found_for = partial(planned, budget_bytes=limit, host=host, compiled=compiled)
 
             def priced_as(other: Request, captured: Captured) -> Prepared:
                 return prepare(
