@@ -4,17 +4,17 @@ taken. Both are of one capture and one profile; the copies cost what the measure
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from ..capture.captured import Captured
 from ..errors import InfeasibleError, ProfileError, SolverError
 from ..ir.mode import OFFLOAD
-from ..ir.program import Cost
+from ..ir.program import Cost, Program
 from ..ir.schedule import Schedule
 from ..ir.simulate import Free, Report, simulate
 from ..ir.units import MOST_BYTES
-from ..plan.analysis import floor_bytes
+from ..plan.instance import Instance
 from ..plan.local_search.searcher import find_start, quick_evaluations
 from ..plan.offload import PRICES
 from ..plan.subprogram import plans_without_refused
@@ -141,7 +141,7 @@ def _may_fit(ready: Prepared, budget_bytes: int, failure: InfeasibleError | Solv
     """Whether a search has ended without a plan that fits, though every task does with what it reads."""
     if not isinstance(failure, InfeasibleError) and (failure is None or failure.smallest_bytes is None):
         return False  # a solver is missing, say
-    least, _ = floor_bytes(ready.captured.program, ready.costs, ready.extra_bytes)
+    least, _ = Instance(ready.captured.program, ready.costs, ready.extra_bytes).floor
     return least <= budget_bytes
 
 
@@ -167,16 +167,18 @@ def _may_carry(best: Found, budget_bytes: int, host: Host) -> bool:
         return True
     program, costs, plan = best.ready.captured.program, best.ready.costs, best.compiled.plan
     extra = plan.report.peak_bytes - simulate(program, plan.schedule, costs).peak_bytes
-    found = _search(
-        program, costs, budget, extra_bytes=extra, start=plan.schedule, evaluations=quick_evaluations()
-    )  # fmt: skip
+    found = _search(program, costs, budget, extra_bytes=extra, start=plan.schedule)
     if found is None:  # the search has lost what is there
         return True
     return simulate(program, found, costs).seconds < WORTH * _seconds(best)
 
 
-#: `find_start` where a device may refuse some tasks.
-_search = plans_without_refused(find_start)
+@plans_without_refused
+def _search(
+    program: Program, costs: Mapping[str, Cost], budget_bytes: int, *, extra_bytes: int, start: Schedule
+) -> Schedule | None:
+    instance = Instance(program, costs, extra_bytes)
+    return find_start(instance, budget_bytes, start=start, evaluations=quick_evaluations())
 
 
 def _names_less(error: InfeasibleError | SolverError, other: InfeasibleError | SolverError, host: Host) -> bool:

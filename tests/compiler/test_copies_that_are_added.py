@@ -21,7 +21,7 @@ from monet_like.compiler.request import Request, captured_for
 from monet_like.errors import InfeasibleError, ProfileError, SolverError
 from monet_like.ir.defaults import EXACT_MODE, MODE
 from monet_like.ir.simulate import simulate
-from monet_like.plan.analysis import floor_bytes
+from monet_like.plan.instance import Instance
 from monet_like.profile.devices import DEVICES
 from monet_like.replay.wrapper import ScheduleWrapper
 
@@ -116,7 +116,7 @@ def gates() -> tuple[Request, Prepared]:
 
 def failure(of: tuple[Request, Prepared], host: Host | None) -> InfeasibleError | SolverError:
     """Of the least budget for which copies are tried."""
-    least, _ = floor_bytes(of[1].captured.program, of[1].costs, of[1].extra_bytes)
+    least, _ = Instance(of[1].captured.program, of[1].costs, of[1].extra_bytes).floor
     with pytest.raises((InfeasibleError, SolverError)) as caught:
         found(of, (least + 1) / of[1].plain.peak_bytes, lambda: host, **BRIEF)
     return caught.value
