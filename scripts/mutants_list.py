@@ -423,6 +423,28 @@ _CLOCKS = [
     ("compiler/prepared.py", " if ready.plain.seconds else None", "", "profile/test_launches.py::test_without_times_there_is_no_clock"),
 ]  # fmt: skip
 
+_STEP_GRAPHS, _MODEL_GRAPHS = "replay/graphs/step.py", "replay/graphs/model.py"
+_TRAINER = "replay/test_cuda_graphs.py::test_whatever_the_trainer_does[{}]"
+_GRAPHED = "replay/test_cuda_graphs.py::{}"
+#: Steps that are replayed as CUDA graphs.
+_GRAPHS = [
+    (_STEP_GRAPHS, "outputs = graphs.out(0, found[:count])", "outputs = [each.detach() for each in found[:count]]", _TRAINER.format("everything_kept")),
+    (_STEP_GRAPHS, "yield graphs.out(number, found)", "yield [*found]", _TRAINER.format("some_gradients")),
+    (_STEP_GRAPHS, "if _addresses(residents[: self.first_input]) != self._addresses:", "if False:", _TRAINER.format("parameters_moved")),
+    (_STEP_GRAPHS, "            at.copy_(now)", "            pass", _TRAINER.format("moved_by_a_hook")),
+    (_STEP_GRAPHS, "            at.copy_(before)", "            pass", _TRAINER.format("moved_by_a_hook")),
+    (_STEP_GRAPHS, "            contents.restore()", "            pass", _TRAINER.format("with_an_optimizer")),
+    (_STEP_GRAPHS, "        copy_in(graphs.inputs, residents[graphs.first_input :])", "        pass", _TRAINER.format("with_an_optimizer")),
+    (_STEP_GRAPHS, "        copy_in(graphs.tangents, gradients)", "        pass", _TRAINER.format("with_an_optimizer")),
+    (_STEP_GRAPHS, 'kernel_settings() != self._settings else ""', 'False else ""', _GRAPHED.format("test_a_setting_for_kernels_that_changes_has_graphs_of_its_own")),
+    (_STEP_GRAPHS, "self.recorder.stream() == self.stream", "True", _GRAPHED.format("test_the_backward_on_another_stream_runs_without")),
+    (_MODEL_GRAPHS, "if self._call is not None and self._call() is not None:", "if False:", _TRAINER.format("two_forwards")),
+    ("replay/graphs/copies.py", "if shared else 0", "", _GRAPHED.format("test_copies_lie_as_their_originals")),
+    ("replay/training_step.py", "call.graphs if again else None", "None", _TRAINER.format("graph_retained")),
+    ("replay/training_step.py", "not again and not missing and graphs", "not missing and graphs", _TRAINER.format("graph_retained")),
+    ("replay/graphs/refusals.py", '    "monet_like.set_rng_state": "draws random numbers again, from an earlier state of the generator",\n', "", _GRAPHED.format("test_steps_that_graphs_cannot_have_are_said_in_the_log")),
+]  # fmt: skip
+
 
 def _listed() -> Iterator[Mutant]:
     for text, instead, test in _CALL_KEYS:
@@ -440,6 +462,7 @@ def _listed() -> Iterator[Mutant]:
         *_OFFLOADING_MODELS,
         *_CHANNELS_LAST,
         *_CLOCKS,
+        *_GRAPHS,
     ):
         yield Mutant(file, text, instead, test)
     for text, instead, test in _SHARED:

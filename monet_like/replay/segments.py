@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from ..capture.captured import Captured, Tensor
 from ..ir.program import Task, refs
 from ..ir.schedule import Schedule
+from ..ir.simulate import Free, simulate
 from ..runtime.batch_norm import backward_of
+from ..runtime.codegen import liveness
 
 #: The backward is cut into at most about this many segments, balanced by the bytes of parameter gradients.
 SEGMENTS = 24
@@ -115,6 +117,28 @@ def with_run_bytes(runs: Sequence[tuple[Task, ...]], run_bytes: Sequence[int]) -
         return list(runs)
     known = iter(run_bytes)
     return [tuple(replace(task, run_bytes=next(known)) for task in tasks) for tasks in runs]
+
+
+def live_between(runs: Sequence[tuple[Task, ...]], stretches: Sequence[Stretch]) -> list[tuple[int, ...]]:
+    """Values alive before every segment, and after the last: read or returned later, before they are written again."""
+    live: list[tuple[int, ...]] = [()]
+    for tasks, (_, _, gradients) in zip(reversed(runs), reversed(stretches), strict=True):
+        needed = (*live[-1], *(tensor.value for _, _, tensor in gradients))
+        live.append(liveness(tasks, needed)[1])
+    live.reverse()
+    return live
+
+
+def existing_bytes(captured: Captured, schedule: Schedule) -> tuple[list[int], int]:
+    """Bytes of the values alive when each task of a schedule begins, and the maximum over the step."""
+    program = captured.program
+    report = simulate(program, schedule, Free())
+    tasks = (*(program.tasks[i] for i in schedule.forward), *tasks_of(captured, schedule, 0, len(program.slots)))
+    before = []
+    for step, task in zip(report.steps, tasks, strict=True):
+        taken = 0 if task.overwrites is None else program.values[task.overwrites].bytes
+        before.append(step.bytes + taken - sum(program.values[v].bytes for v in task.writes))
+    return before, report.peak_bytes
 
 
 def _without_statistics(way: Task) -> Task:

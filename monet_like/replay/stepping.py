@@ -45,6 +45,7 @@ from .checks.changed_inputs import check_changeable
 from .checks.compatibility import carried_over, check_program, has_liger, mismatch, replayed_in_words
 from .checks.transforms import check_transforms
 from .checks.twins import warn_of_liger, warn_of_twins
+from .graphs.model import ModelGraphs
 from .kept_steps import KeptStep, KeptSteps
 from .memory.arena import Arena
 from .plain_call import PlainCall
@@ -70,6 +71,7 @@ class Stepping(StandIn):
     _lock: CallLock
     _begun: bool
     _arena: Arena | None
+    _graphs: ModelGraphs | None
     _synchronised: bool
     _streamed: Streamed | None
     #: What a call does for which nothing was planned: "plan", "plain" or "error"; see `monet_like.auto_schedule`.
@@ -99,7 +101,7 @@ class Stepping(StandIn):
             out_of_memory.begins(self, kept.captured.device)
             plain = self._plain_call(kept, leaves, spec)
             try:
-                whole = kept.reads, places, self._streamed, plain, self._keeping(kept)
+                whole = kept.reads, places, self._streamed, plain, self._keeping(kept), self._graphs
                 result = run_step(kept.step, parameters, buffers, inputs, *whole)
             except OtherAnswer as other:
                 before, known = known, known_answers(kept.captured, other)

@@ -21,11 +21,10 @@ from ..capture.example_inputs import may_be_saved
 from ..capture.guards.holders import Holder
 from ..capture.guards.reads import Reads
 from ..errors import UsageError
-from ..ir.program import RESIDENT_KINDS, Call, Ref, Task
+from ..ir.program import RESIDENT_KINDS, Call, Ref
 from ..ir.schedule import Schedule
-from ..ir.simulate import Free, simulate
 from ..runtime import out_of_memory
-from ..runtime.codegen import Block, compile_block, compile_chain, liveness
+from ..runtime.codegen import Block, compile_block, compile_chain
 from ..runtime.offloaded_calls import Keeping
 from ..runtime.questions import ASK, Asking, OtherAnswer
 from ..runtime.streamed_block import Streamed
@@ -35,9 +34,11 @@ from .checks.one_pass import in_one_pass
 from .checks.transforms import own_tensors_alone
 from .functional import without_cudnn
 from .fusion import Fused, fuse
+from .graphs.model import ModelGraphs
+from .graphs.step import GraphedCall
 from .memory.arena import StepMemory
 from .missing_gradients import without_missing
-from .segments import Segment, Stretch, cut, cut_alike, tasks_of, with_run_bytes
+from .segments import Segment, cut, cut_alike, existing_bytes, live_between, tasks_of, with_run_bytes
 
 #: From saved values and incoming gradients to the gradients of one segment after the other.
 Backward = Callable[[list[Any]], Iterator[list[Any]]]
@@ -56,6 +57,8 @@ class CompiledStep:
 
     Attributes:
         captured: without constants and the values that the model read, see `KeptStep`.
+        residents: the parameters, the buffers and the inputs.
+        blocks: its forward, and the segments of its backward, before Inductor compiles parts of them.
         forward: from the residents to (outputs, what ``saved`` lists).
         may_end: whether a call of the forward may end without a result: it asks for values, or has side effects.
         written: positions of the residents that the forward changes.
@@ -91,7 +94,7 @@ class CompiledStep:
         stretches = cut_alike(captured, schedule, segments) if segments else cut(captured, schedule)
         runs = [tasks_of(captured, schedule, start, stop) for start, stop, _ in stretches]
         forward, *runs = with_run_bytes([tuple(program.tasks[i] for i in schedule.forward), *runs], run_bytes)
-        live = _live(runs, stretches)
+        live = live_between(runs, stretches)
         outputs = _distinct(captured.outputs)
         self.saved = tuple(v for v in live[0] if v not in program.tangents)
         self.tangents = tuple((i, v) for i, v in enumerate(captured.tangents) if v is not None and v in live[0])
@@ -103,11 +106,11 @@ class CompiledStep:
             blocks.append(Block(takes, tasks, tuple((t.calls, t.ref) for _, _, t in gradients), carries))
         if fuse_within_bytes is not None:
             blocks = without_cudnn(captured, blocks)
-        self._blocks = tuple(blocks[1:])
+        self.blocks = tuple(blocks)
         self._partial: dict[frozenset[int], Backward] = {}
         functions: dict[str, Callable[..., Any]] = {}
         if fuse_within_bytes is not None:
-            before, peak = _existing(captured, schedule)
+            before, peak = existing_bytes(captured, schedule)
             self.fused = fuse(captured, blocks, before, max(fuse_within_bytes, peak), told)
             blocks, functions = list(self.fused.blocks), self.fused.functions
         asking = {ASK: Asking([answer.shown for answer in captured.answers])}
@@ -142,31 +145,9 @@ class CompiledStep:
         if not missing:
             return self.backward
         if missing not in self._partial:
-            blocks = without_missing(self.captured, self._blocks, missing)
+            blocks = without_missing(self.captured, self.blocks[1:], missing)
             self._partial[missing] = compile_chain(blocks, "backward of some results")
         return self._partial[missing]
-
-
-def _live(runs: Sequence[tuple[Task, ...]], stretches: Sequence[Stretch]) -> list[tuple[int, ...]]:
-    """Values alive before every segment, and after the last: read or returned later, before they are written again."""
-    live: list[tuple[int, ...]] = [()]
-    for tasks, (_, _, gradients) in zip(reversed(runs), reversed(stretches), strict=True):
-        needed = (*live[-1], *(tensor.value for _, _, tensor in gradients))
-        live.append(liveness(tasks, needed)[1])
-    live.reverse()
-    return live
-
-
-def _existing(captured: Captured, schedule: Schedule) -> tuple[list[int], int]:
-    """Bytes of the values alive when each task of a schedule begins, and the maximum over the step."""
-    program = captured.program
-    report = simulate(program, schedule, Free())
-    tasks = (*(program.tasks[i] for i in schedule.forward), *tasks_of(captured, schedule, 0, len(program.slots)))
-    before = []
-    for step, task in zip(report.steps, tasks, strict=True):
-        taken = 0 if task.overwrites is None else program.values[task.overwrites].bytes
-        before.append(step.bytes + taken - sum(program.values[v].bytes for v in task.writes))
-    return before, report.peak_bytes
 
 
 def _distinct(outputs: Sequence[Tensor]) -> list[Tensor]:
@@ -201,6 +182,7 @@ class _Call:
         weights: has the model's streamed weights on the device for a segment of the backward; None: all are there.
         keeping: keeps what the backward needs; None: it is kept as it is.
         reads: values that the model read when the step was captured; None: not recorded, or the model is gone.
+        graphs: its replay as CUDA graphs; None: it runs without, or no backward will read what they hold.
         whose: the wrapper on a GPU, for an error of memory.
     """
 
@@ -212,6 +194,7 @@ class _Call:
     weights: Streamed | None = None
     plain: PlainBackward | None = None
     keeping: Keeping | None = None
+    graphs: GraphedCall | None = None
     asked: Asked = field(default_factory=Asked)
     whose: weakref.ref[Any] | None = field(default_factory=out_of_memory.whose)
 
@@ -262,7 +245,8 @@ class _Head(torch.autograd.Function):
         memory = call.step.memory
         try:
             with memory.forward() if memory else nullcontext(), torch._C._DisableAutocast():
-                outputs, saved = call.step.forward(list(residents))
+                run = call.step.forward if call.graphs is None else call.graphs.forward
+                outputs, saved = run(list(residents))
         except OtherAnswer as other:  # raised later: PyTorch loses an error if an operator has given a warning before
             call.other = other
             return None
@@ -277,7 +261,7 @@ class _Head(torch.autograd.Function):
         out_of_memory.enters(out_of_memory.BACKWARD, call.whose)
         reason = call.reason_for_plain(grads)
         step = call.step.for_gradients(grads)
-        given = [*ctx.saved_tensors]
+        given = [*ctx.saved_tensors] if call.graphs is None else call.graphs.filled(ctx.saved_tensors)
         again = torch._C._autograd._get_current_graph_task_keep_graph()  # another backward will read them
         if call.keeping is not None:
             given = call.keeping.back(given, again=again)
@@ -286,13 +270,18 @@ class _Head(torch.autograd.Function):
                 given[place] = step.captured.metas[step.saved[place]].empty().copy_(given[place])
         ctx.maybe_clear_saved_tensors()
         call.versions = {p: (given[p], given[p]._version) for segment in step.segments for p in segment.reads}
+        graphs, call.graphs = call.graphs, call.graphs if again else None
         if call.plain is not None and reason is not None:
             call.segments = call.plain(grads, step.segments, call.asked.taken(), reason)
             return (None,) * len(ctx.needs_input_grad)
         missing = frozenset(value for position, value in step.tangents if grads[position] is None)
         there = ((grads[position], step.captured.metas[value]) for position, value in step.tangents)
-        given += [as_captured(grad, meta) for grad, meta in there if grad is not None]
-        call.segments = step.backward_without(missing)(given)
+        incoming = [as_captured(grad, meta) for grad, meta in there if grad is not None]
+        if graphs is not None and not again and not missing and graphs.can(step, incoming):
+            call.segments = graphs.backward(given, incoming)
+            return (None,) * len(ctx.needs_input_grad)
+        backward = step.backward_without(missing)([*given, *incoming])
+        call.segments = backward if graphs is None else graphs.ordinary(backward)
         return (None,) * len(ctx.needs_input_grad)
 
 
@@ -348,6 +337,7 @@ def run_step(
     weights: Streamed | None = None,
     plain: PlainBackward | None = None,
     keeping: Keeping | None = None,
+    graphs: ModelGraphs | None = None,
 ) -> Any:
     """Run the forward of a step; its autograd graph is the backward of the schedule.
 
@@ -357,6 +347,7 @@ def run_step(
         weights: those of the parameters that are streamed; they are on the device now.
         plain: does a backward that the schedule cannot.
         keeping: keeps what the backward needs; None: it is kept as it is.
+        graphs: of the model's steps; None: it runs without.
 
     Returns:
         The model's result, nested as the model nests it.
@@ -376,6 +367,8 @@ def run_step(
         leaves = [*(parameters[i] for i in segment.parameters), *(inputs[i] for i in segment.inputs)]
         token = _SegmentNode.apply(call, segment, token, *leaves)
     residents = [*map(may_be_saved, (*parameters, *buffers, *inputs))]
+    if graphs is not None and weights is None and keeping is None and step.memory is None:
+        call.graphs = graphs.call(step, residents)
     written = [residents[position] for position in step.written]
     with undone_if_ended(captured, written) if step.may_end else nullcontext():
         outputs = _Head.apply(call, token, residents)

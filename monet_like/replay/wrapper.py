@@ -25,6 +25,7 @@ from ..profile.devices import known_limits, machine_at
 from ..runtime.streamed_block import Streamed
 from .checks.compatibility import check_shapes, told_of_order, warn_elsewhere
 from .fusion import check_inductor
+from .graphs.model import ModelGraphs
 from .kept_steps import KeptSteps
 from .memory.arena import Arena
 from .stepping import Stepping
@@ -121,6 +122,7 @@ class ScheduleWrapper(Stepping):
         self._lock = CallLock()  # of captures in several threads, each of which changes the model while it lasts
         self._begun = False  # whether a step was run, or planned ahead
         self._arena: Arena | None = None  # see `monet_like.place_memory`
+        self._graphs: ModelGraphs | None = None  # see `monet_like.cuda_graphs`
         self._synchronised = is_synchronised(model)
         self._streamed: Streamed | None = None  # see `monet_like.runtime.streamed_weights`
 
@@ -163,7 +165,7 @@ class ScheduleWrapper(Stepping):
 
     def __getstate__(self) -> dict[str, Any]:
         # Steps are compiled anew where it is unpickled or copied, and no memory is shared.
-        return {**super().__getstate__(), "_arena": None}
+        return {**super().__getstate__(), "_arena": None, "_graphs": None}
 
     def extra_repr(self) -> str:
         """Shown by ``print``."""

@@ -4,8 +4,8 @@ functions of cuDNN that convolutions by named algorithms call.
 `run` starts Python as if an NVIDIA H100 were here. PyTorch, its dispatcher, its caching allocator, streams, events and
 launch limits are real; kernels do nothing, so values and times mean nothing. What PyTorch's own operators call of cuDNN
 is not faked: it must be off where they execute (``torch.backends.cudnn.enabled = False``), and on for captures alone,
-which then trace what a GPU would run; ``startup`` turns it off at Python's start. The heads of ``runtime.c``,
-``cublas.c`` and ``cudnn.c`` tell more, and which variables of the environment there are.
+which then trace what a GPU would run; ``startup`` turns it off at Python's start. The heads of the sources tell more:
+``runtime.c``, ``graphs.c``, ``cublas.c``, ``cudnn.c`` and ``driver.c``.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def build(folder: Path) -> Path:
     (folder / "driver").mkdir(parents=True, exist_ok=True)
     wanted = set[str]().union(*(symbols(path, "--undefined-only") for path in LIBRARIES.glob("lib*.so*")))
     runtime = folder / RUNTIME
-    sources = [HERE / name for name in ("runtime.c", "cublas.c", "cudnn.c")]
+    sources = [HERE / name for name in ("runtime.c", "graphs.c", "cublas.c", "cudnn.c")]
     common = ["gcc", "-shared", "-fPIC", "-O1"]
     compiled = [*common, f"-I{headers()}", *map(str, sources), "-o", str(runtime)]
     subprocess.run(compiled, check=True)
@@ -71,9 +71,10 @@ def build(folder: Path) -> Path:
     subprocess.run([*compiled, str(_stubs(folder / "others.c", others))], check=True)
     # The libraries that PyTorch loads ask the driver for more than PyTorch does, but not before a kernel runs.
     driver = {name for name in wanted | _of_triton() if re.match(r"cu[A-Z]", name)}
-    stub = str(_stubs(folder / "driver.c", driver | {"cuInit", "cuDriverGetVersion", "cuGetErrorString"}))
+    driver |= {"cuInit", "cuDriverGetVersion", "cuGetErrorString"}
+    stub = str(_stubs(folder / "driver_others.c", driver - {"cuDevicePrimaryCtxGetState"}))
     library = str(folder / "driver" / "libcuda.so.1")
-    subprocess.run([*common, stub, "-Wl,-soname,libcuda.so.1", "-o", library], check=True)
+    subprocess.run([*common, str(HERE / "driver.c"), stub, "-Wl,-soname,libcuda.so.1", "-o", library], check=True)
     return runtime
 
 

@@ -1,8 +1,8 @@
 // The CUDA runtime without a GPU: what PyTorch's dispatcher, allocator, streams and events see of one NVIDIA H100.
 //
 // Memory is host memory that is mapped lazily, so 80 GB cost nothing until they are touched. Kernels do not run; events
-// tell how many were launched between them, at 10 us each. Copies above 1 MiB move nothing. What is not defined here,
-// in cublas.c or in cudnn.c returns 0 (see build.py).
+// tell how many were launched between them, at 10 us each. Copies above 1 MiB move nothing. What is not defined here or
+// in graphs.c, cublas.c and cudnn.c returns 0 (see build.py).
 //
 //   FAKE_GPU_DEVICES     how many GPUs (1)
 //   FAKE_GPU_BYTES       memory of each (80 GiB)
@@ -11,16 +11,18 @@
 //                        and at the end for cuDNN's descriptors
 
 #define _GNU_SOURCE
-#include <cuda_runtime_api.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 
-enum { MAX_BLOCKS = 200000, MAX_DEVICES = 16, SMALL_COPY = 1 << 20 };
+#include "fake_gpu.h"
+
+enum { MAX_BLOCKS = 200000, MAX_DEVICES = 16 };
 
 long fake_gpu_launches = 0;  // with cublas.c's products and cudnn.c's convolutions
+long fake_gpu_mallocs = 0;  // blocks that the driver was asked for
 static __thread int current = 0;
 
 static long setting(const char* name, long otherwise) {
@@ -93,9 +95,19 @@ static cudaError_t release(void* address) {
   return cudaSuccess;
 }
 
-cudaError_t cudaMalloc(void** out, size_t bytes) { return allocate(out, bytes, cudaMemoryTypeDevice); }
-cudaError_t cudaFree(void* address) { return release(address); }
-cudaError_t cudaHostAlloc(void** out, size_t bytes, unsigned flags) { return allocate(out, bytes, cudaMemoryTypeHost); }
+cudaError_t cudaMalloc(void** out, size_t bytes) {
+  const cudaError_t error = fake_gpu_unless_captured();
+  fake_gpu_mallocs += !error;
+  return error ? error : allocate(out, bytes, cudaMemoryTypeDevice);
+}
+cudaError_t cudaFree(void* address) {
+  const cudaError_t error = fake_gpu_unless_captured();
+  return error ? error : release(address);
+}
+cudaError_t cudaHostAlloc(void** out, size_t bytes, unsigned flags) {
+  const cudaError_t error = fake_gpu_unless_captured();
+  return error ? error : allocate(out, bytes, cudaMemoryTypeHost);
+}
 cudaError_t cudaFreeHost(void* address) { return release(address); }
 
 cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total) {
@@ -124,35 +136,36 @@ static const char* place(const void* address) {
   return found.type == cudaMemoryTypeDevice ? "device" : found.type == cudaMemoryTypeHost ? "pinned" : "pageable";
 }
 
-static cudaError_t copied(void* to, const void* from, size_t bytes) {
-  if (bytes <= SMALL_COPY) {
-    memmove(to, from, bytes);
-  } else if (getenv("FAKE_GPU_TRACE")) {
-    fprintf(stderr, "fake_gpu: copy bytes=%zu from=%s to=%s\n", bytes, place(from), place(to));
+void fake_gpu_move(Work work) {
+  if (work.from && work.bytes <= SMALL_COPY) {
+    memmove(work.to, work.from, work.bytes);
+  } else if (work.from && getenv("FAKE_GPU_TRACE")) {
+    fprintf(stderr, "fake_gpu: copy bytes=%zu from=%s to=%s\n", work.bytes, place(work.from), place(work.to));
+  } else if (work.bytes && work.bytes <= SMALL_COPY) {
+    memset(work.to, work.value, work.bytes);
   }
-  ++fake_gpu_launches;
-  return cudaSuccess;
 }
 
-static cudaError_t filled(void* to, int value, size_t bytes) {
-  if (bytes <= SMALL_COPY) {
-    memset(to, value, bytes);
-  }
-  ++fake_gpu_launches;
-  return cudaSuccess;
+static cudaError_t copied(void* to, const void* from, size_t bytes, cudaStream_t stream) {
+  return fake_gpu_launch((Work){to, from, bytes, 0}, stream);
 }
 
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, enum cudaMemcpyKind kind) {
-  return copied(to, from, bytes);
+  const cudaError_t error = fake_gpu_unless_captured();
+  return error ? error : copied(to, from, bytes, NULL);
 }
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, enum cudaMemcpyKind kind, cudaStream_t stream) {
-  return copied(to, from, bytes);
+  return copied(to, from, bytes, stream);
 }
 cudaError_t cudaMemcpyPeerAsync(void* to, int device, const void* from, int other, size_t bytes, cudaStream_t stream) {
-  return copied(to, from, bytes);
+  return copied(to, from, bytes, stream);
 }
-cudaError_t cudaMemset(void* to, int value, size_t bytes) { return filled(to, value, bytes); }
-cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) { return filled(to, value, bytes); }
+cudaError_t cudaMemset(void* to, int value, size_t bytes) {
+  return fake_gpu_launch((Work){to, NULL, bytes, value}, NULL);
+}
+cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
+  return fake_gpu_launch((Work){to, NULL, bytes, value}, stream);
+}
 
 // Devices
 
@@ -250,19 +263,6 @@ cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
   *priority = 0;
   return cudaSuccess;
 }
-cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus* status) {
-  *status = cudaStreamCaptureStatusNone;
-  return cudaSuccess;
-}
-cudaError_t cudaStreamGetCaptureInfo(
-    cudaStream_t stream, enum cudaStreamCaptureStatus* status, unsigned long long* id, cudaGraph_t* graph,
-    const cudaGraphNode_t** nodes, const cudaGraphEdgeData** edges, size_t* count) {
-  *status = cudaStreamCaptureStatusNone;
-  if (id) {
-    *id = 0;
-  }
-  return cudaSuccess;
-}
 
 typedef struct {
   long launches;
@@ -289,7 +289,6 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t from, cudaEven
 // Kernels
 
 cudaError_t cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void** arguments, size_t shared, cudaStream_t stream) {
-  ++fake_gpu_launches;
   trace("launch");
   const long threads = (long)block.x * block.y * block.z;
   if (!grid.x || !grid.y || !grid.z || grid.y > 65535 || grid.z > 65535 || !threads || threads > 1024 || shared > 232448) {
@@ -298,7 +297,7 @@ cudaError_t cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void** a
         block.x, block.y, block.z);
     return cudaErrorInvalidConfiguration;
   }
-  return cudaSuccess;
+  return fake_gpu_launch((Work){0}, stream);
 }
 cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void** arguments, size_t shared, cudaStream_t stream) {
   return cudaLaunchKernel(kernel, grid, block, arguments, shared, stream);

@@ -6,6 +6,7 @@ arguments it serves: see `serve`.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import logging
@@ -16,8 +17,8 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -45,6 +46,8 @@ from monet_like.profile.cublas import measured_bytes
 from monet_like.profile.devices import DEVICES
 from monet_like.profile.measure import UNSPLIT_BYTES, allocated_peak, seconds_of, unsplit_bytes
 from monet_like.profile.workspaces import own_need
+from monet_like.replay.graphs.recorder import CudaRecorder
+from monet_like.replay.graphs.step import _Parts
 from monet_like.replay.verify.steps import resident_bytes, step_peak, unsaved_loss
 from monet_like.report.live import live_step
 from monet_like.runtime import offload as host_copies
@@ -106,8 +109,8 @@ def mobilenet() -> Made:
     return model.to(memory_format=torch.channels_last), (images,)
 
 
-def vit(patch: int, layers: int, width: int, hidden: int, batch: int) -> Made:
-    model = torchvision.models.VisionTransformer(64, patch, layers, 4, width, hidden, num_classes=10)
+def vit(patch: int, layers: int, width: int, hidden: int, batch: int, dropout: float = 0.0) -> Made:
+    model = torchvision.models.VisionTransformer(64, patch, layers, 4, width, hidden, dropout, num_classes=10)
     return model, (image(batch, 64),)
 
 
@@ -119,6 +122,7 @@ def decoder(batch: int) -> Made:
 CASES: dict[str, Callable[[], Made]] = {
     "mobilenet channels_last bfloat16": mobilenet,
     "vit bfloat16": lambda: vit(16, 3, 64, 128, batch=16),
+    "vit with dropout": lambda: vit(16, 2, 64, 128, batch=16, dropout=0.1),
     "large vit": lambda: vit(8, 2, 256, 768, batch=128),
     "unet": lambda: (UNet(width=8, depth=2), (image(6, 64),)),
     "unet bfloat16": lambda: (UNet(width=8, depth=2), (image(6, 64),)),
@@ -383,6 +387,93 @@ def placed(name: str) -> dict[str, Any]:
     }
 
 
+def counted(run: Callable[[], Any]) -> dict[str, int]:
+    """What the fake GPU counts while something runs."""
+    library, names = ctypes.CDLL(None), ("launches", "graph_launches", "recorded", "mallocs", "forbidden")
+    counts = [ctypes.c_long.in_dll(library, f"fake_gpu_{name}") for name in names]
+    before = [count.value for count in counts]
+    run()
+    torch.cuda.synchronize(CUDA)
+    return {name: count.value - was for name, count, was in zip(names, counts, before, strict=True)}
+
+
+def graphed(name: str) -> dict[str, Any]:
+    """Steps that are replayed as CUDA graphs: what is launched, the pool's memory, and how far the generator is."""
+    wrapped, args, running = planned(name, memory_budget="100%" if "dropout" in name else "80%")
+    record, pool, session = wrapped.record, list[int](), CudaRecorder.session
+    torch.cuda.manual_seed(0)
+    plain = InAutocast(wrapped._model, running.dtype)
+    loss = counted(lambda: mean_square(plain(*args).detach().requires_grad_()).backward())["launches"]
+    loss -= counted(lambda: plain(*args))["launches"]
+    torch.cuda.manual_seed(0)
+    for _ in range(7):
+        step(plain, args)
+    drawn = torch.cuda.get_rng_state(CUDA)
+    torch.cuda.manual_seed(0)
+
+    @contextmanager
+    def watched(recorder: CudaRecorder) -> Iterator[None]:
+        with session(recorder):
+            torch.cuda.reset_peak_memory_stats(CUDA)
+            before = torch.cuda.memory_stats(CUDA)
+            yield
+            after = torch.cuda.memory_stats(CUDA)
+            pool.append(after["requested_bytes.all.peak"] - before["requested_bytes.all.current"])
+
+    CudaRecorder.session = watched  # type: ignore[method-assign]
+    monet_like.cuda_graphs(wrapped)
+    steps = [counted(partial(step, running, args)) for _ in range(7)]
+    moved = torch.cuda.get_rng_state(CUDA).equal(drawn)
+    held = torch.cuda.memory_allocated(CUDA)
+
+    def twice() -> None:
+        result = mean_square(running(*args))
+        result.backward(retain_graph=True)
+        result.backward()
+
+    def pending() -> None:
+        (mean_square(running(*args)) + mean_square(running(*args))).backward()
+
+    (kept,) = wrapped._kept
+    return {
+        "steps": steps,
+        "loss": loss,
+        "segments": len(kept.step.segments),
+        "why not": wrapped._graphs.why_not,
+        "generators equal": moved,
+        "pool": pool,
+        "residents": resident_bytes(wrapped, (args, {})),
+        "predicted": record.peak_bytes,
+        "retained": counted(twice),
+        "pending": counted(pending),
+        "held": torch.cuda.memory_allocated(CUDA) - held,
+    }
+
+
+def capture_fails(name: str) -> dict[str, Any]:
+    """A step in whose capture an operator waits for the GPU: the run goes on, and random numbers are drawn."""
+    wrapped, args, running = planned(name)
+    calls, of_segment = [], _Parts.of_segment
+
+    def waiting(parts: Any, number: int) -> Callable[[], Any]:
+        def run() -> Any:
+            calls.append(number)
+            if calls.count(3) == 2:  # in the rehearsal it may
+                torch.rand(1, device=CUDA)
+                torch.cuda.synchronize(CUDA)
+            return of_segment(parts, number)()
+
+        return run
+
+    _Parts.of_segment = waiting  # type: ignore[method-assign]
+    monet_like.cuda_graphs(wrapped)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        steps = [counted(partial(step, running, args)) for _ in range(5)]
+    torch.rand(1, device=CUDA)  # the generator is not believed to be captured
+    return {"steps": steps, "told": [str(each.message) for each in told if "graphs" in str(each.message)]}
+
+
 def distributed(name: str) -> dict[str, Any]:
     """In DistributedDataParallel, a group of one; and planned without the group before."""
     alone, _, _ = planned(name)
@@ -621,7 +712,7 @@ WHAT = {
         train, in_channels_last, whole, rehearsals, two_devices, offload, reserve, placed, distributed, workspaces,
         placed_loss, timed, by_rates, attention, saved, copies, live, out_of_memory, out_of_memory_in_blocks, card,
         moved, cublas, streamed.races, streamed.weights, streamed.larger, streamed.no_room, streamed.replicated,
-        streamed.offloaded, streamed.offloading_blocks, convolutions.cudnn_calls, offloads,
+        streamed.offloaded, streamed.offloading_blocks, convolutions.cudnn_calls, offloads, graphed, capture_fails,
     )
 }  # fmt: skip
 

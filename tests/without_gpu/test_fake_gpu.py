@@ -14,6 +14,7 @@ from rehearsals import REHEARSALS
 from monet_like.build import library_path
 from monet_like.ir.units import GIB, format_bytes
 from monet_like.profile.cublas import are_kept, default_bytes, workspace_bytes
+from monet_like.replay.graphs.model import WARM_UP
 from monet_like.torch_versions import release
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,6 +120,47 @@ def test_a_model_offloads_of_its_own_accord_where_that_is_faster(ask: Ask) -> No
     assert 0 < found["pinned"] <= host_bytes
     assert found["said"] == ["a copy on the host is not in pinned memory, and takes longer: the host is full"]
     assert 0.98 * found["predicted"] < found["asked"] <= found["predicted"] <= 0.6 * found["plain"]
+
+
+def assert_graphed(found: dict[str, Any], draws: bool = False) -> None:
+    """Of the loss's kernels each is launched, of the schedule's none: inputs, results, incoming gradients and each
+    segment's gradients are copied, and a graph that draws is told seed and offset.
+    """
+    segments, copies = found["segments"], 3 + found["segments"] + 2 * draws
+    usual = {"launches": found["steps"][0]["launches"], "graph_launches": 0, "recorded": 0, "forbidden": 0}
+    replayed = {"launches": found["loss"] + copies, "graph_launches": segments + 1, "recorded": 0, "forbidden": 0}
+    steps = [{name: count for name, count in step.items() if name != "mallocs"} for step in found["steps"]]
+    assert steps[:WARM_UP] == [usual] * WARM_UP, found
+    recorded = usual["launches"] - found["loss"]  # the same in the rehearsal, which is undone
+    assert steps[WARM_UP] == {**replayed, "launches": steps[WARM_UP]["launches"], "recorded": recorded}, found
+    assert steps[WARM_UP]["launches"] >= recorded + replayed["launches"]
+    assert steps[WARM_UP + 1 :] == [replayed] * 4, found
+    assert [step["mallocs"] for step in found["steps"][WARM_UP + 2 :]] == [0] * 3
+    assert found["generators equal"]
+    (most,) = found["pool"]
+    assert 0.7 * found["predicted"] < found["residents"] + most <= found["predicted"], found
+    # The first backward of a graph that is retained, and the second of two forwards, run without.
+    assert found["retained"]["graph_launches"] == found["pending"]["graph_launches"] == segments + 1
+    assert found["retained"]["forbidden"] == found["pending"]["forbidden"] == 0
+    assert usual["launches"] < found["pending"]["launches"] < 2 * usual["launches"]
+
+
+def test_a_step_is_replayed_by_a_graph_for_each_segment(ask: Ask) -> None:
+    """After a capture that fails the run goes on without, and PyTorch's generator is as before."""
+    found, failed = ask("graphed:decoder", "capture_fails:decoder", **SMALL_WORKSPACES)
+    assert_graphed(found)
+    assert len(failed["told"]) == 1
+    assert "training steps run without CUDA graphs, and compute the same" in failed["told"][0]
+    assert [step["graph_launches"] for step in failed["steps"]] == [0] * 5
+    assert [step["forbidden"] for step in failed["steps"]] == [0, 0, 1, 0, 0]
+    assert {step["launches"] for step in failed["steps"][3:]} == {failed["steps"][0]["launches"]}
+
+
+@pytest.mark.slow
+def test_other_steps_are_replayed_by_graphs(ask: Ask) -> None:
+    names = ("vit with dropout", "unet bfloat16", "resnet18")
+    for name, found in zip(names, ask(*(f"graphed:{name}" for name in names), **SMALL_WORKSPACES), strict=True):
+        assert_graphed(found, draws="dropout" in name)
 
 
 @pytest.mark.slow

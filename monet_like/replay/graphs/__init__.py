@@ -1,0 +1,1 @@
+"""Training steps that are replayed as CUDA graphs."""

@@ -1,0 +1,246 @@
+"""The graphs of one training step: one of its forward, one of each segment of its backward, and calls by them.
+
+Parameters and buffers are read where they lie. All that the step makes lies in the graphs' pool, at the same places in
+every call; inputs and incoming gradients are copied in, results and gradients are copied out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ...capture.trace.undone import Contents, default_generators
+from ...errors import UsageError
+from ...runtime.codegen import compile_block, compile_chain
+from ..segments import Segment
+from .copies import CopiesOut, Tensors, copy_in
+from .recorder import Recorder
+from .refusals import DRAWS, Step, kernel_settings
+
+
+class StepGraphs:
+    """The graphs of a step, recorded for the parameters and buffers of a call, and for its stream.
+
+    Args:
+        residents: the call's parameters, buffers and inputs. What recording changes of them is undone.
+
+    Attributes:
+        inputs, tangents: where the graphs read inputs and incoming gradients.
+        made: positions among the saved values of those that the forward makes, which lie in the pool.
+        of_residents: by position among the saved values, which resident it is.
+        first_input: number of parameters and buffers.
+        stream: on which the graphs are replayed.
+
+    Raises:
+        Exception: an operator cannot be recorded.
+    """
+
+    def __init__(self, step: Step, recorder: Recorder, residents: Sequence[torch.Tensor]) -> None:
+        metas = step.captured.metas
+        self.step, self.recorder, self.stream = step, recorder, recorder.stream()
+        self.first_input = len(residents) - len(step.captured.inputs)
+        place = {value: i for i, value in enumerate(step.residents)}
+        self.of_residents = {i: place[value] for i, value in enumerate(step.saved) if value in place}
+        self.made = [i for i, value in enumerate(step.saved) if value not in place]
+        self.inputs = [metas[value].empty() for value in step.captured.inputs]
+        self.tangents = [metas[value].empty().zero_() for _, value in step.tangents]
+        self._addresses = _addresses(residents[: self.first_input])
+        self._settings = kernel_settings()
+        self._copies: dict[int, CopiesOut] = {}
+        with torch.no_grad(), torch._C._DisableAutocast():
+            copy_in(self.inputs, residents[self.first_input :])
+            lying = [*map(torch.Tensor.detach, residents[: self.first_input]), *self.inputs]
+            parts = _Parts(step, lying, self.tangents)
+            self.changes = self._rehearse(parts, residents)
+            with recorder.session():
+                self.forward = recorder.record(parts.forward)
+                self.segments = [recorder.record(parts.of_segment(number)) for number in range(len(step.segments))]
+
+    def outdated(self, residents: Sequence[torch.Tensor]) -> str:
+        """Why a call cannot be replayed by these graphs nor a later one; "" if it may be."""
+        if _addresses(residents[: self.first_input]) != self._addresses:
+            return "its parameters or buffers have moved in memory"
+        return "settings of PyTorch for kernels have changed" if kernel_settings() != self._settings else ""
+
+    def serve(self, given: Sequence[torch.Tensor]) -> bool:
+        """Whether they can be replayed now, and inputs or incoming gradients are to kernels as their copies are.
+
+        Not while somebody sees each operator (``TorchDispatchMode``), or each saved tensor.
+        """
+        return (
+            self.recorder.stream() == self.stream
+            and not torch._C._len_torch_dispatch_stack()
+            and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+            and all(tensor.data_ptr() % self.recorder.alignment_bytes == 0 for tensor in given)
+        )
+
+    def _rehearse(self, parts: _Parts, residents: Sequence[torch.Tensor]) -> dict[int, int]:
+        """Run the step once in this thread, without a trace: what libraries make in their first call, or what cuDNN
+        keeps for each thread, cannot be made in a capture. The incoming gradients are zeros.
+
+        Returns:
+            By position of a resident, how many changes in place its version counts.
+
+        Raises:
+            UsageError: results cannot be copied as they lie.
+        """
+        contents = Contents()
+        for generator in default_generators(self.step.captured.device):
+            contents.keep_generator(generator)
+        for position in self.step.written:
+            contents.keep(residents[position])
+        before = {position: residents[position]._version for position in self.step.written}
+        try:
+            _check(parts.forward()[: len(self.step.captured.outputs)])
+            for number in range(len(self.step.segments)):
+                _check(parts.of_segment(number)())
+            return {p: n for p, version in before.items() if (n := residents[p]._version - version)}
+        finally:
+            parts.end()
+            contents.restore()
+
+    def out(self, number: int, found: Tensors) -> Tensors:
+        """Copies of what a graph has made, by its number: the forward's results are 0."""
+        if number not in self._copies:
+            self._copies[number] = CopiesOut(found, shared=number == 0)
+        return self._copies[number]()
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+def _check(results: Tensors) -> None:
+    """Check that results can be copied as they lie.
+
+    Raises:
+        UsageError: they have elements that lie otherwise than as strides say.
+    """
+    for result in results:
+        if result is not None and (result.layout is not torch.strided or result.is_conj() or result.is_neg()):
+            raise UsageError("a result or a gradient is sparse, or conjugated or negated by a bit")
+
+
+class _Parts:
+    """The functions that are recorded.
+
+    Args:
+        lying: parameters and buffers, and where inputs are copied to.
+        tangents: where incoming gradients are copied to.
+    """
+
+    def __init__(self, step: Step, lying: list[torch.Tensor], tangents: list[torch.Tensor]) -> None:
+        # No graph reads the generator's state on the host, and these steps never put it back (`refusal`).
+        functions: dict[str, Callable[..., Any]] = {DRAWS: lambda device: None}
+        self._lying, self._tangents = lying, tangents
+        self._forward = compile_block(step.blocks[0], "forward", functions)
+        self._backward = compile_chain(step.blocks[1:], "backward", functions)
+        residents = set(step.residents)
+        self._made = [i for i, value in enumerate(step.saved) if value not in residents]
+        self.end()
+
+    def end(self) -> None:
+        """Hold nothing of a run."""
+        self._saved: list[Any] = []
+        self._chain: Iterator[list[Any]] = iter(())
+
+    def forward(self) -> Tensors:
+        """The results, and the saved values that it makes."""
+        outputs, self._saved = self._forward([*self._lying])
+        return [*outputs, *(self._saved[place] for place in self._made)]
+
+    def of_segment(self, number: int) -> Callable[[], Tensors]:
+        """A function that returns the gradients of one segment; to be called in turn."""
+
+        def run() -> Tensors:
+            if number == 0:
+                saved, self._saved = self._saved, []
+                saved += self._tangents
+                self._chain = self._backward(saved)
+            handed = next(self._chain)
+            found = [*handed]
+            handed.clear()
+            return found
+
+        return run
+
+
+class GraphedCall:
+    """One call by the graphs of a step. While it exists no other call uses them."""
+
+    def __init__(self, graphs: StepGraphs) -> None:
+        self._graphs = graphs
+        self._made: Tensors = []
+        #: By position among the saved values: the storage that the graphs read it from, and where it lies.
+        self._lie: dict[int, tuple[torch.UntypedStorage, int]] = {}
+
+    def forward(self, residents: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], list[Any]]:
+        """Replay the forward.
+
+        Returns:
+            Copies of the results.
+            What ``saved`` of the step lists, without what lies in the pool.
+        """
+        graphs = self._graphs
+        copy_in(graphs.inputs, residents[graphs.first_input :])
+        found = graphs.forward()
+        count = len(graphs.step.captured.outputs)
+        self._made = found[count:]
+        outputs = graphs.out(0, found[:count])
+        for position, changes in graphs.changes.items():
+            for _ in range(changes):
+                torch.autograd.graph.increment_version(residents[position])
+        saved: list[Any] = [None] * len(graphs.step.saved)
+        for place, position in graphs.of_residents.items():
+            resident = saved[place] = residents[position]
+            self._lie[place] = resident.untyped_storage(), resident.data_ptr()
+        return tuple(outputs), saved
+
+    def filled(self, given: Sequence[torch.Tensor | None]) -> list[Any]:
+        """What ``saved`` of the step lists, with what lies in the pool."""
+        filled = [*given]
+        for place, made in zip(self._graphs.made, self._made, strict=True):
+            filled[place] = made
+        return filled
+
+    def can(self, step: Step, gradients: Sequence[torch.Tensor]) -> bool:
+        """Whether a backward can be replayed: of this step, on its stream, with these incoming gradients."""
+        return step is self._graphs.step and self._graphs.serve(gradients)
+
+    def backward(self, given: Sequence[Any], gradients: Sequence[torch.Tensor]) -> Iterator[list[Any]]:
+        """Replay one segment after the other; copies of the gradients of each."""
+        graphs = self._graphs
+        copy_in(graphs.tangents, gradients)
+        for number, (segment, replay) in enumerate(zip(graphs.step.segments, graphs.segments, strict=True), 1):
+            with self._as_it_lay(segment, given):
+                found = replay()
+            yield graphs.out(number, found)
+
+    def ordinary(self, backward: Iterator[list[Any]]) -> Iterator[list[Any]]:
+        """A backward without graphs of what the graphs' forward has left, which stays until it ends."""
+        yield from backward
+
+    @contextmanager
+    def _as_it_lay(self, segment: Segment, given: Sequence[Any]) -> Iterator[None]:
+        """While a segment runs, what has got other memory since the forward is copied to where it lay then."""
+        undo: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for place in segment.reads:
+            storage, address = self._lie[place]
+            now: torch.Tensor = given[place]
+            if now.data_ptr() == address:
+                continue
+            position = self._graphs.of_residents[place] - self._graphs.first_input
+            if position >= 0:
+                self._graphs.inputs[position].copy_(now)
+                continue
+            meta = self._graphs.step.captured.metas[self._graphs.step.saved[place]]
+            at = torch.empty(0, dtype=meta.dtype, device=meta.device)
+            at.set_(storage, (address - storage.data_ptr()) // meta.dtype.itemsize, meta.shape, meta.stride)
+            undo.append((at, at.clone()))
+            at.copy_(now)
+        yield
+        for at, before in undo:
+            at.copy_(before)
