@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from ...capture.trace.undone import Contents, default_generators
+from ...capture.guards.objects import default_generators
+from ...capture.trace.undone import Contents
 from ...errors import UsageError
 from ...runtime.codegen import compile_block, compile_chain
 from ..segments import Segment
