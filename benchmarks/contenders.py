@@ -107,7 +107,7 @@ def selective_planned(job: Job, model: nn.Module, example: Example) -> Built:
     from monet_like.ir.profile_file import Profile
 
     blocks, names = _blocks(job, model), {id(module): name for name, module in model.named_modules()}
-    request = Request(model, example, "normal", strategy="store_all", profile_batch=job.batch)
+    request = Request(model, example, "normal", strategy="store_all", profile_batch=job.batch, autocast=job.autocast)
     ready = prepare(request, job.device, profile=Profile.load(job.costs_file) if job.profiles else None)
     record = compile_prepared(request, ready, 2**50, job.device)[1].record
     started = time.perf_counter()
@@ -141,6 +141,12 @@ def compiled(job: Job, model: nn.Module, example: Example, *, eager: bool = Fals
     setting, _, solver = (job.setting or "1.0").partition(" ")
     backend = partial(under_budget, float(setting), solver or "dp", eager)
     module: Any = torch.compile(model, backend=backend)  # an object of its own, so that no graph is shared
+    return Built(module)
+
+
+def compiled_mode(job: Job, model: nn.Module, example: Example) -> Built:
+    """``torch.compile`` in one of its modes."""
+    module: Any = torch.compile(model, mode=job.setting)
     return Built(module)
 
 
@@ -182,7 +188,7 @@ def ours(
 
     request = Request(
         model, example, mode, strategy=strategy, solver="HIGHS", time_limit_seconds=job.solver_seconds,
-        profile_batch=job.batch, threads=torch.get_num_threads(),
+        profile_batch=job.batch, threads=torch.get_num_threads(), autocast=job.autocast,
     )  # fmt: skip
     profile = Profile.load(job.costs_file) if job.profiles else None
     found = compile_schedule(request, job.budget_bytes or 2**50, job.device, profile=profile)
@@ -246,6 +252,9 @@ CONTENDERS: Mapping[str, Contender] = MappingProxyType(
             front="inductor",
             compiles=True,
             batches="0.2",
+        ),
+        "torch.compile mode": Contender(
+            compiled_mode, ("max-autotune-no-cudagraphs", "reduce-overhead"), (), front="inductor", compiles=True
         ),
         "torch.compile planned": Contender(
             compiled_planned, ("80%", "60%", "45%", "30%"), ("45%",), front="inductor", compiles=True, batches="limit"

@@ -28,7 +28,7 @@ def measure(job: Job) -> None:
     own = job.batch in job.size.batches
     note = f"measured at batch {job.batch}"
     for mode in (MODE, "normal") if own else (MODE,):
-        request = Request(model, example, mode, profile_batch=job.batch)
+        request = Request(model, example, mode, profile_batch=job.batch, autocast=job.autocast)
         captured = captured_for(request, example)
         costs, _ = measured_costs(request, captured, job.device, known=costs, timed=own)
         if not own:

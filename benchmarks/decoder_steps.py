@@ -8,7 +8,10 @@ median time, and what a plan had predicted. The contenders:
   without;
 * *compiled*: ``torch.compile`` of each layer, and the same under ``activation_memory_budget``;
 * *planned*: ``auto_schedule(model, blocks=layers)`` for each budget, with Liger's loss as well, since the loss of long
-  texts is most of what does not lie in the layers, and with ``backend="inductor"``.
+  texts is most of what does not lie in the layers, and with ``backend="inductor"``;
+* with ``--weights``, frozen weights on the host: *streamed* by ``auto_schedule(weights="auto")``; and, checkpointed,
+  *CPUOffloadPolicy*, each layer by ``fully_shard`` in one process, and *swapped*, a layer's weights come when it runs,
+  as scripts do it by hand.
 
 The step is forward and backward; adapters of rank 16 are on all linear layers of the blocks, weights are bfloat16.
 *off*: adapters' gradients against plain's, all together, relative, in the 2-norm; bfloat16 rounds, and sums are made in
@@ -20,8 +23,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -34,7 +37,6 @@ from torch import Tensor, nn
 import monet_like
 from benchmarks.rows import markdown_table, write_rows
 from benchmarks.worker import apart, emptied, seconds_of
-from monet_like.errors import MonetError
 from monet_like.files import write_atomically
 from monet_like.ir.units import format_bytes
 from monet_like.models.adapters import ADAPTED
@@ -90,7 +92,7 @@ def layers_of(model: nn.Module) -> nn.ModuleList:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class Made:
     """A model that is ready to be trained, and what was promised for it."""
 
@@ -171,20 +173,83 @@ def compiled(of: Setting, *, budget: float = 1.0, liger_loss: bool = True) -> Ma
     return Made(model, undo=lambda: setattr(config, "activation_memory_budget", before))
 
 
-def planned(of: Setting, *, budget: str, liger_loss: bool = False, backend: str = "eager") -> Made:
+def offloaded(of: Setting) -> Made:
+    """With checkpointing and FSDP2's policy: frozen weights come from the host for each forward and backward."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    made = checkpointed(of)
+    backend = "nccl" if of.device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    for layer in layers_of(made.model):
+        trained = {p for p in layer.parameters() if p.requires_grad}
+        fully_shard(layer, offload_policy=CPUOffloadPolicy(), ignored_params=trained)
+    return replace(made, undo=dist.destroy_process_group)
+
+
+class Swapped:
+    """Frozen weights of layers on the host; those of one layer at a time are on the device.
+
+    Args:
+        layers: checkpointed ones: in the backward each runs its forward first.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module], device: torch.device) -> None:
+        self.here: list[tuple[nn.Parameter, Tensor]] = []
+        for layer in layers:
+            frozen = [(p, p.data.cpu().pin_memory()) for p in layer.parameters() if not p.requires_grad]
+            for parameter, there in frozen:
+                parameter.data = there
+            first: Any = layer.input_layernorm  # a checkpoint runs the layer's forward again, not its hooks
+            first.register_forward_pre_hook(partial(self.bring, frozen, device))
+
+    def bring(self, frozen: list[tuple[nn.Parameter, Tensor]], device: torch.device, *_: Any) -> None:
+        """Release the layer before, and copy the weights of this one."""
+        if self.here is frozen:
+            return
+        for parameter, there in self.here:
+            parameter.data = there
+        for parameter, there in frozen:
+            parameter.data = there.to(device, non_blocking=True)
+        self.here = frozen
+
+
+def swapped(of: Setting) -> Made:
+    """With checkpointing, and the weights of a layer copied when it runs."""
+    made = checkpointed(of)
+    Swapped(layers_of(made.model), of.device)
+    return made
+
+
+def planned(
+    of: Setting, *, budget: str, liger_loss: bool = False, backend: str = "eager", weights: str = "device"
+) -> Made:
     """With a schedule for every layer, for a budget of the whole step."""
     model = of.build(partial(of_liger, loss_alone=True) if liger_loss else lambda model: None)
     tokens = of.tokens()
     model = monet_like.auto_schedule(
         model, (), {"input_ids": tokens, "labels": tokens}, memory_budget=budget, blocks=layers_of(model),
-        backend=backend,
+        backend=backend, weights=weights,
         keeps_result=False, effort="full", time_limit_seconds=PLAN_SECONDS, verbose=True,
     )  # fmt: skip
     plan = monet_like.block_plan(model)
     return Made(model, plan.peak_bytes)
 
 
-def contenders(budgets: tuple[str, ...], *, liger_too: bool) -> Iterator[tuple[str, Callable[[Setting], Made]]]:
+Contenders = Iterator[tuple[str, Callable[[Setting], Made]]]
+
+
+def on_the_host(budgets: tuple[str, ...], *, liger_too: bool) -> Contenders:
+    """Those with frozen weights on the host, and what they are compared with."""
+    yield "plain", plain
+    yield "checkpoint", checkpointed
+    yield "checkpoint, swapped", swapped
+    yield "checkpoint, CPUOffloadPolicy", offloaded
+    for budget in budgets:
+        yield f"streamed for {budget}", partial(planned, budget=budget, liger_loss=liger_too, weights="auto")
+
+
+def contenders(budgets: tuple[str, ...], *, liger_too: bool) -> Contenders:
     """All that can run here; *plain* first."""
     loss = "Liger's loss, " if liger_too else ""
     yield "plain", plain
@@ -251,7 +316,10 @@ def measured(
         if not wanted:
             wanted.update(found)
         model.zero_grad(set_to_none=True)
-        peak = resident_bytes(model, ((tokens,), {})) + allocated_peak(partial(step, model, tokens), of.device)
+        there = resident_bytes(model, ((tokens,), {}))
+        if of.device.type == "cuda":  # some weights may lie on the host
+            there = torch.cuda.memory_stats(of.device)["requested_bytes.all.current"]
+        peak = there + allocated_peak(partial(step, model, tokens), of.device)
         emptied(of.device)
         once()
         times = [seconds_of(once, of.device) for _ in range(steps)]
@@ -293,6 +361,7 @@ def markdown(of: Setting, rows: list[Row]) -> str:
 @click.option("--steps", default=5, show_default=True)
 @click.option("--only", default="", help="Only contenders whose names contain one of these words, divided by commas.")
 @click.option("--device", "where", default="cuda" if torch.cuda.is_available() else "cpu", show_default=True)
+@click.option("--weights", is_flag=True, help="Ways to have frozen weights on the host.")
 @click.option("--exact", is_flag=True, help="Also compare gradients with those of the step in float32.")
 @click.option("--seconds", default=540.0, show_default=True, help="Start nothing after so many.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder of the table, and of its rows as CSV.")
@@ -304,6 +373,7 @@ def main(
     steps: int,
     only: str,
     where: str,
+    weights: bool,
     exact: bool,
     seconds: float,
     out: Path | None,
@@ -317,7 +387,8 @@ def main(
     wanted: dict[str, Tensor | None] = {}
     in_32_bits = in_float32(of) if exact else None
     only_these = [word for word in only.split(",") if word]
-    for name, make in contenders(tuple(budgets.split(",")), liger_too=kernels.runs_on(of.device.type)):
+    some = on_the_host if weights else contenders
+    for name, make in some(tuple(budgets.split(",")), liger_too=kernels.runs_on(of.device.type)):
         if only_these and not any(word in name for word in only_these):
             continue
         if time.monotonic() > deadline:
@@ -326,7 +397,7 @@ def main(
         emptied(of.device)
         try:
             rows.append(measured(name, make, of, steps, wanted, in_32_bits))
-        except (MonetError, RuntimeError, ImportError, AssertionError) as error:
+        except Exception as error:  # whatever a library says is the row
             words = f"{type(error).__name__}: {str(error).splitlines()[0][:150]}"
             rows.append(Row(name, words.replace("|", "\\|")))
         print(markdown(of, rows).splitlines()[-1], file=sys.stderr, flush=True)

@@ -306,10 +306,11 @@ def write_report(folder: Path, suite: str, points: Sequence[Point], trials: Sequ
     """Write ``rivals.md`` and a plot a model."""
     points = trusted(points)
     threads = f"{torch.get_num_threads()} CPU threads" if suite == "cpu" else torch.cuda.get_device_name()
+    dtype = "bfloat16 autocast and channels-last" if suite == "gpu16" else "float32"
     versions = " and ".join(sorted({row.torch for row in (*points, *trials)} - {""})) or torch.__version__
     text = (
         f"# `python -m benchmarks.run --suite {suite}`\n\n"
-        f"{threads}, torch {versions}, float32. Every contender in a process of its own, its steps in turn with plain "
+        f"{threads}, torch {versions}, {dtype}. Every contender in a process of its own, its steps in turn with plain "
         "PyTorch's; peaks count parameters, buffers, gradients and inputs. Where gradients can be checked by finite "
         "differences only, which small masks hardly change (ConvNeXt's), wrong is also who is wrong in the net of "
         "dropout, at the end.\n"

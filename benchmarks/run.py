@@ -1,4 +1,4 @@
-"""All contenders on the same work, in one run: python -m benchmarks.run --suite cpu|gpu
+"""All contenders on the same work, in one run: python -m benchmarks.run --suite cpu|gpu|gpu16
 
 Every contender runs in a process of its own, on an unmodified model, and takes steps in turn with plain PyTorch's
 process, so that what else the machine does meets both. Rows are kept in ``benchmarks/results/DEVICE/*.csv`` as they are
@@ -8,6 +8,7 @@ with ``--report``.
     python -m benchmarks.run --suite cpu --quick              # one or two settings of each
     python -m benchmarks.run --suite cpu --models resnet50    # all settings of one model
     python -m benchmarks.run --suite cpu --minutes 25         # as far as it gets, and on from there the next time
+    python -m benchmarks.run --suite gpu16                    # in bfloat16 autocast and channels-last
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ SLACK_BYTES = 2 * 2**20
 #: Ours that are also planned for what the others' points take, and how near to that is near enough.
 MATCHED, NEAR = ("monet_like", "monet_like inductor"), 0.97
 #: What is measured first, of all models, and the largest batch of the first model.
-ESSENTIAL = (PLAIN, "checkpoint per block", "torch.compile budget", "monet_like")
+ESSENTIAL = (PLAIN, "checkpoint per block", "torch.compile", "torch.compile budget", "monet_like")
 #: How many times as large as any batch whose peak is known the next one may be: small batches' peaks, where weights
 #: outweigh all else, may lie on another line.
 FURTHER = 3
@@ -381,7 +382,7 @@ def _chosen(text: str, known: Sequence[str], what: str) -> list[str]:
 
 
 @click.command()
-@click.option("--suite", "name", type=click.Choice(["cpu", "gpu"]), required=True)
+@click.option("--suite", "name", type=click.Choice(["cpu", "gpu", "gpu16"]), required=True)
 @click.option("--models", default=",".join(WORK), show_default=True)
 @click.option("--contenders", default=",".join(CONTENDERS), show_default=True)
 @click.option("--parts", default="points,dropout,batches", show_default=True, help="What to measure.")
@@ -403,10 +404,11 @@ def main(
     minutes: float, again: bool, only_report: bool, rockmate_python: str, out: Path | None,
 ) -> None:  # fmt: skip
     """Measure what is missing and write the report."""
-    if name == "gpu" and not torch.cuda.is_available():
+    if name != "cpu" and not torch.cuda.is_available():
         click.echo("not measured")
         return
     folder = out or ROOT / "benchmarks" / "results" / device_slug(torch.device("cpu" if name == "cpu" else "cuda"))
+    folder = folder / "bfloat16" if name == "gpu16" and out is None else folder
     chosen = _chosen(models, [*WORK, *ASIDE], "model")
     named = _chosen(contenders, list(CONTENDERS), "contender")
     asked = _chosen(parts, ["points", "dropout", "batches"], "part")

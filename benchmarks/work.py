@@ -221,7 +221,7 @@ class Job:
     """What one process measures.
 
     Attributes:
-        model, suite, batch: the work; ``suite`` is cpu or gpu.
+        model, suite, batch: the work; ``suite`` is cpu, gpu, or gpu16: in bfloat16 autocast and channels-last.
         contender, setting: see `benchmarks.contenders`.
         budget_bytes: instead of the setting, for contenders that plan.
         profiles: folder with the costs of operators; "": to be measured on the spot.
@@ -253,6 +253,11 @@ class Job:
         return self.work.cpu if self.suite == "cpu" else self.work.gpu
 
     @property
+    def autocast(self) -> str:
+        """Its dtype, or ""."""
+        return "bfloat16" if self.suite == "gpu16" else ""
+
+    @property
     def costs_file(self) -> Path:
         """The profile of this model and batch."""
         return Path(self.profiles) / f"{self.model}_{self.batch}.json"
@@ -267,4 +272,8 @@ class Job:
         torch.manual_seed(0)
         model = self.size.make().train().to(self.device)
         args, kwargs = self.size.inputs(self.batch)
-        return model, (tuple(a.to(self.device) for a in args), {k: v.to(self.device) for k, v in kwargs.items()})
+        example = (tuple(a.to(self.device) for a in args), {k: v.to(self.device) for k, v in kwargs.items()})
+        rows = {4: torch.channels_last, 5: torch.channels_last_3d}.get(example[0][0].dim())
+        if not self.autocast or rows is None:
+            return model, example
+        return model.to(memory_format=rows), (tuple(a.to(memory_format=rows) for a in example[0]), example[1])

@@ -25,12 +25,13 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from benchmarks.contenders import CONTENDERS, Built
+from benchmarks.contenders import CONTENDERS
 from benchmarks.malloc import keep_freed
 from benchmarks.processes import job_and_answers
 from benchmarks.resident_memory import resident_peak, status_bytes
 from benchmarks.work import Job
-from monet_like.capture.example_inputs import Example
+from monet_like.capture.example_inputs import Example, device_of
+from monet_like.capture.precision import autocast_as
 from monet_like.replay.verify.comparison import Tensors
 from monet_like.replay.verify.steps import (
     draws,
@@ -107,6 +108,18 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - started
 
 
+class Casting(nn.Module):
+    """A model whose forward, and nothing else, runs under autocast; ``autocast`` may be none, ""."""
+
+    def __init__(self, model: nn.Module, autocast: str, device: torch.device) -> None:
+        super().__init__()
+        self.model, self.autocast, self.device = model, autocast, device
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with autocast_as(self.autocast, self.device):
+            return self.model(*args, **kwargs)
+
+
 def gradients_of(model: nn.Module, example: Example) -> Tensors:
     """All gradients after a step, by name, without torch.compile's prefix."""
     found = everything_after_a_step(model, example)
@@ -142,6 +155,8 @@ def slope_error(model: nn.Module, example: Example) -> float:
     train_step(model, example)
     moves = [(p, p.grad.detach().clone()) for p in model.parameters() if p.grad is not None]
     steepness = float(sum(grad.double().square().sum() for _, grad in moves))
+    if not steepness:
+        return float("inf")
     kind = moves[0][0].dtype
     length = MOVED[kind] * loss_of(model, example) / steepness
     found = []
@@ -161,19 +176,20 @@ def rounding_of(model: nn.Module, example: Example, gradients: Tensors) -> float
     return apart(gradients, gradients_of(shaken(model, 0), example))
 
 
-def judge(plain: nn.Module, built: Built, example: Example, rounding: float) -> Verdict:
+def judge(plain: nn.Module, module: nn.Module, example: Example, rounding: float, autocast: str = "") -> Verdict:
     """Whether a first step leaves plain PyTorch's gradients, or, where it draws masks of its own, those of its loss."""
     mine = gradients_of(plain, example)
     plain.zero_grad(set_to_none=True)
     rounding = rounding or rounding_of(plain, example, mine)
     started = time.perf_counter()
-    theirs = gradients_of(built.module, example)
+    theirs = gradients_of(module, example)
     first = time.perf_counter() - started
     error = apart(mine, theirs)
-    good = all(verdict.right for verdict in judged(plain, example, mine, theirs))
+    with autocast_as(autocast, device_of(plain)):  # by the tolerance of the dtype that was computed in
+        good = all(verdict.right for verdict in judged(plain, example, mine, theirs))
     if good or not draws(plain, example, mine):
         return Verdict(error, rounding, "plain PyTorch", good, first)
-    error = slope_error(built.module, example)
+    error = slope_error(module, example)
     return Verdict(error, rounding, "finite differences", error <= MOST_OFF[next(plain.parameters()).dtype], first)
 
 
@@ -183,17 +199,17 @@ class Worker:
     def __init__(self, job: Job) -> None:
         self.job, self.device = job, job.device
         model, self.example = job.model_and_inputs()
-        reference = copy.deepcopy(model)
+        reference = Casting(copy.deepcopy(model), job.autocast, job.device)
         if CONTENDERS[job.contender].front == "inductor":  # what the first kernel of all takes is nobody's
             torch.compile(torch.neg)(torch.ones(9, device=self.device))
         built = CONTENDERS[job.contender].build(job, model, self.example)
+        self.module, self._fast = Casting(built.module, job.autocast, job.device), False
         if job.judged:
-            verdict = judge(reference, built, self.example, job.rounding)
+            verdict = judge(reference, self.module, self.example, job.rounding, job.autocast)
         else:  # a first step, which compiles
-            train_step(built.module, self.example)
+            train_step(self.module, self.example)
             verdict = Verdict(0.0, job.rounding, "", False, 0.0)
         del reference, model
-        self.module, self._fast = built.module, False
         self._forget()
         peak = step_peak(self.module, self.example, self.device)
         process = self._process_bytes()

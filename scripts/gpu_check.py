@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import click
 import torch
@@ -26,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.rows import markdown_table, write_rows
 from benchmarks.work import ASIDE, WORK
-from benchmarks.worker import apart, emptied, gradients_of, rounding_of
+from benchmarks.worker import Casting, apart, emptied, gradients_of, rounding_of
 from monet_like.build import library_path
 from monet_like.capture.captured import Captured
 from monet_like.capture.example_inputs import example_of
@@ -181,18 +180,6 @@ def in_float32(mode: str = "") -> Iterator[None]:
         yield
     finally:
         cudnn.allow_tf32, cudnn.deterministic = before
-
-
-class Casting(nn.Module):
-    """A model whose forward, and nothing else, runs under autocast."""
-
-    def __init__(self, model: nn.Module, autocast: str, device: torch.device) -> None:
-        super().__init__()
-        self.model, self.autocast, self.device = model, autocast, device
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with autocast_as(self.autocast, self.device):
-            return self.model(*args, **kwargs)
 
 
 class Plain:

@@ -1,14 +1,26 @@
 #!/usr/bin/env bash
-# What a GPU is needed for, in one call of about ten minutes, without network:
+# What a GPU is needed for, in parts of at most twelve minutes, each complete in itself, without network:
 #
-#   bash scripts/gpu_check.sh [FOLDER]      default: gpu_check
+#   bash scripts/gpu_check.sh [--part N] [FOLDER]      default: part 0, gpu_check
 #
-# Builds csrc, runs tests/gpu, measures the kernels' GB/s beside copy_, profiles the models of gpu_check.py, plans for their
-# budgets by the local search, and replays the plans beside plain PyTorch. FOLDER then holds gpu_check.md, replays.csv,
-# profiles/, schedules/ and a log of each stage, and FOLDER.tar.gz all of it. MINUTES (9), PYTHON (python3), SOLUTIONS (a
-# folder of schedules to replay, too), MODELS (a regular expression: only these), STEPS, TESTS (tests/gpu), BUILD (1; 0:
-# the kernels are there) and PLANS (1; 0: no profiles and plans, only SOLUTIONS are replayed) can be set.
+#   0  tests/gpu, the kernels' GB/s beside copy_, profiles of the models of gpu_check.py, plans for their budgets by the
+#      local search, and their replays beside plain PyTorch
+#   1  torch.compile beside plain PyTorch, checkpointing and ours, in bfloat16 autocast and channels-last
+#   2  LoRA of a Llama of 8B: plans of blocks for 40 to 12 GB beside compiled layers and Liger's kernels
+#   3  part 0's measurements of VGG-16 and the U-Net, with PyTorch's expandable segments and without
+#   4  the zoo's schedules, replayed
+#   5  LoRA of a Llama of 8B with frozen weights on the host, for 57 to 12 GB, beside FSDP2's policy and a swap by hand
+#
+# Each builds csrc first. FOLDER then has the part's tables and rows and a log of each stage, and FOLDER.tar.gz all of it.
+# Parts 1 and 2 go on where they ended if FOLDER is the same. MINUTES (9), PYTHON (python3), SOLUTIONS (a folder of
+# schedules to replay, too), MODELS (a regular expression: only these), STEPS, TESTS (tests/gpu), BUILD (1; 0: the kernels
+# are there), PLANS (1; 0: no profiles and plans, only SOLUTIONS are replayed) and SIZE (8b) can be set.
 set -uo pipefail
+part=0
+if [[ ${1:-} == --part ]]; then
+  part=${2:?--part needs a number from 0 to 5}
+  shift 2
+fi
 out=$(realpath -m "${1:-gpu_check}")
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python3}
@@ -33,13 +45,43 @@ stage() { # NAME SECONDS COMMAND...: run it with its output in NAME.log, and say
   fi
 }
 
+measure() { # FOLDER SECONDS OPTIONS...: profiles, plans and replays
+  local folder=$1 seconds=$2
+  shift 2
+  mkdir -p "$folder"
+  stage measure "$seconds" "$python" scripts/gpu_check.py --out "$folder" --seconds $((seconds - 20)) \
+    ${STEPS:+--steps "$STEPS"} "$@"
+}
+left() { echo $((limit - SECONDS - 10)); }
+decoder() { # OPTIONS...
+  stage decoder "$(left)" "$python" -m benchmarks.decoder_steps --model "${SIZE:-8b}" --out "$out" \
+    --seconds $(($(left) - 60)) ${STEPS:+--steps "$STEPS"} "$@"
+}
+
 : >"$out/stages.txt"
 [[ ${BUILD:-1} == 0 ]] || stage build $((limit / 3)) env MONET_LIKE_CUDA=1 "$python" -m monet_like.build
-stage tests $((limit / 4)) "$python" -m pytest -q -o addopts= ${TESTS:-tests/gpu}
-stage bandwidth $((limit / 8)) "$python" -m benchmarks.kernel_bandwidth --out "$out/kernel_bandwidth.md"
-left=$((limit - SECONDS - 10))
-stage measure "$left" "$python" scripts/gpu_check.py --out "$out" --seconds $((left - 20)) \
-  ${SOLUTIONS:+--solutions "$SOLUTIONS"} ${MODELS:+--models "$MODELS"} ${STEPS:+--steps "$STEPS"} $([[ ${PLANS:-1} == 0 ]] && echo --no-plans)
+case $part in
+  0)
+    stage tests $((limit / 4)) "$python" -m pytest -q -o addopts= ${TESTS:-tests/gpu}
+    stage bandwidth $((limit / 8)) "$python" -m benchmarks.kernel_bandwidth --out "$out/kernel_bandwidth.md"
+    measure "$out" "$(left)" ${SOLUTIONS:+--solutions "$SOLUTIONS"} ${MODELS:+--models "$MODELS"} \
+      $([[ ${PLANS:-1} == 0 ]] && echo --no-plans)
+    ;;
+  1)
+    stage rivals "$(left)" "$python" -m benchmarks.run --suite gpu16 --out "$out" --parts points --minutes \
+      $(($(left) / 60 - 1)) --models "${MODELS:-resnet50,gpt2,vgg16,vit_b_16,unet,mobilenet_v2,nnunet}" --contenders \
+      "plain PyTorch,torch.compile,monet_like,torch.compile budget,checkpoint per block,torch.compile mode" \
+      ${STEPS:+--steps "$STEPS"}
+    ;;
+  2) decoder --budgets "40 GB,28 GB,22 GB,18 GB,12 GB" ;;
+  3)
+    PYTORCH_ALLOC_CONF=expandable_segments:True measure "$out/expandable" $(($(left) / 2)) --models "${MODELS:-vgg16|unet}"
+    measure "$out" "$(left)" --models "${MODELS:-vgg16|unet}"
+    ;;
+  4) measure "$out" "$(left)" --solutions "${SOLUTIONS:-solutions}" --no-plans ${MODELS:+--models "$MODELS"} ;;
+  5) decoder --weights --budgets "57 GB,24 GB,16 GB,12 GB" ;;
+  *) echo "there is no part $part; give a number from 0 to 5" >&2 && exit 2 ;;
+esac
 tar -czf "$out.tar.gz" -C "$(dirname "$out")" "$(basename "$out")"
-cat "$out/gpu_check.md" 2>/dev/null
+cat "$out"/{gpu_check,rivals,decoder_steps}.md 2>/dev/null
 exit "$failed"

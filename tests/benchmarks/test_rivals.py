@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import run, work
-from benchmarks.contenders import CONTENDERS, Built, NotApplicableError
+from benchmarks.contenders import CONTENDERS, NotApplicableError
 from benchmarks.malloc import EXACT
 from benchmarks.processes import FEWEST, ROOT, DiedError, Running, take_turns
 from benchmarks.report import pareto, trusted
@@ -44,7 +44,7 @@ def verdict(contender: str, setting: str = "", budget_bytes: int = 0, model: str
     """What a contender's gradients are worth, in this process."""
     job = Job(model, "cpu", 8, contender, setting, budget_bytes, solver_seconds=2.0)
     plain, example = job.model_and_inputs()
-    return judge(plain, CONTENDERS[contender].build(job, copy.deepcopy(plain), example), example, 0.0)
+    return judge(plain, CONTENDERS[contender].build(job, copy.deepcopy(plain), example).module, example, 0.0)
 
 
 # Contenders ---------------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ def test_masks_that_change_are_noticed(preserve: bool, shifted: bool, scale: flo
         for block in plain.children():
             block.inner[-1].weight.mul_(scale)
     careless = Careless(copy.deepcopy(plain), preserve=preserve, shifted=shifted)
-    found = judge(plain, Built(careless), example, 0.0)
+    found = judge(plain, careless, example, 0.0)
     assert found.checked == ("plain PyTorch" if preserve and not shifted else "finite differences")
     assert found.correct is preserve
 
@@ -130,7 +130,7 @@ def test_wrong_gradients_without_masks_are_noticed() -> None:
     other = copy.deepcopy(plain)
     for parameter in other.parameters():
         parameter.register_hook(lambda grad: 1.5 * grad)
-    found = judge(plain, Built(other), example, 0.0)
+    found = judge(plain, other, example, 0.0)
     assert (found.checked, found.correct) == ("plain PyTorch", False)
 
 

@@ -11,6 +11,8 @@ from fake_gpu import build
 from fake_gpu.server import Ask, Server
 from rehearsals import REHEARSALS
 
+from benchmarks.decoder_steps import Row
+from benchmarks.rows import read_rows
 from monet_like.build import library_path
 from monet_like.ir.units import GIB, format_bytes
 from monet_like.profile.cublas import are_kept, default_bytes, workspace_bytes
@@ -303,6 +305,20 @@ def test_the_gpu_check_runs_to_its_end(ask: Ask, fake_gpu_library: Path, tmp_pat
     assert "| small | 1024.00 GiB |" in report
     assert len(list((tmp_path / "out" / "profiles").iterdir())) == 1
     assert (tmp_path / "out.tar.gz").exists()
+
+
+@pytest.mark.slow
+def test_the_part_of_weights_on_the_host_runs_to_its_end(fake_gpu_library: Path, tmp_path: Path) -> None:
+    command = ["bash", str(ROOT / "scripts" / "gpu_check.sh"), "--part", "5", str(tmp_path / "out")]
+    done = build.run(fake_gpu_library, command, PYTHON=sys.executable, BUILD="0", STEPS="1", SIZE="tiny")
+    assert "decoder: passed" in done.stdout, done.stdout
+    rows = {row.contender: row for row in read_rows(tmp_path / "out" / "decoder_steps.csv", Row)}
+    assert {row.status for row in rows.values()} == {"measured"}, rows
+    ways = [rows[f"checkpoint{way}"].peak_bytes for way in ("", ", swapped", ", CPUOffloadPolicy")]
+    assert max(ways[1:]) <= ways[0] < rows["plain"].peak_bytes
+    for budget in (57, 24, 16, 12):
+        row = rows[f"streamed for {budget} GB"]
+        assert 0.99 * row.predicted_bytes < row.peak_bytes <= row.predicted_bytes, row
 
 
 #: NumPy cannot read a GPU's memory. PyTorch's trace of it, which its sanitizer of streams turns on, fails in a
