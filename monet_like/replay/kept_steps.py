@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -57,6 +58,17 @@ class KeptStep:
             tensor_slots(model, captured, "_parameters"),
             tensor_slots(model, captured, "_buffers"),
             frozenset(offloaded),
+        )
+
+    @cached_property
+    def read_and_changed(self) -> frozenset[int]:
+        """What the forward reads and changes, without what it only counts, as ``num_batches_tracked``."""
+        program = self.captured.program
+        return frozenset(
+            value
+            for task in program.every_task()
+            for value in self.captured.changed.intersection(task.reads)
+            if task.name != f"{program.values[value].name}.update"
         )
 
     def residents(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

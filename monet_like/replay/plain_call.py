@@ -20,7 +20,6 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from ..capture.captured import Captured
 from ..capture.example_inputs import Example, version_of
 from ..capture.guards.objects import default_generators
 from ..capture.precision import autocast_as, autocast_name
@@ -48,7 +47,7 @@ class PlainCall:
         self._model, self._kept, self._spec, self._instead = weakref.ref(model), weakref.ref(kept), spec, instead
         late = kept.reads is not None and kept.reads.has_late
         self._leaves = [_reference(leaf, held=late) for leaf in leaves]
-        self._changed = _read_and_changed(kept.captured)
+        self._changed = kept.read_and_changed
         each = zip(kept.captured.buffers, kept.residents()[1], strict=True)
         again = [buffer for (_, value), buffer in each if value in self._changed] if late else []
         self._buffers = [(weakref.ref(buffer), buffer.clone()) for buffer in again]
@@ -188,17 +187,6 @@ _State = tuple[list[tuple[int, int]], list[tuple[int, int]]]
 
 def _versions(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     return [(id(tensor), version_of(tensor)) for tensor in tensors]
-
-
-def _read_and_changed(captured: Captured) -> frozenset[int]:
-    """What the forward reads and changes, without what it only counts, as ``num_batches_tracked``."""
-    program = captured.program
-    return frozenset(
-        value
-        for task in program.every_task()
-        for value in captured.changed.intersection(task.reads)
-        if task.name != f"{program.values[value].name}.update"
-    )
 
 
 def _reference(leaf: Any, *, held: bool) -> Callable[[], Any]:

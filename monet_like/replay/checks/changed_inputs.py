@@ -28,8 +28,8 @@ def check_changeable(captured: Captured, residents: Sequence[torch.Tensor], inpu
         RuntimeError: PyTorch's own, of a leaf that requires a gradient.
         UsageError: another resident shares their memory.
     """
-    values = _values(captured)
-    storages = {value: tensor.untyped_storage()._cdata for value, tensor in zip(values, residents, strict=True)}
+    there = [tensor.untyped_storage()._cdata for tensor in residents]
+    storages = dict(zip(_values(captured), there, strict=True)) if len(set(there)) < len(there) else {}
     uses = Counter(storages.values())
     for value, storage in storages.items():
         if value in captured.changed and uses[storage] > 1:
