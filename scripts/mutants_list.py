@@ -152,6 +152,8 @@ _CHECKS = [
     ("capture/trace/alone.py", " or torch.jit.is_tracing()", "", "auto/test_real_loops.py::test_a_loop_trains_as_in_plain_pytorch[calls that pytorch records-whole]"),
     ("auto/blocks.py", " and not is_for_shapes(tensors_of((args, kwargs)))", "", "auto/test_real_loops.py::test_a_loop_trains_as_in_plain_pytorch[calls that pytorch records-blocks]"),
     ("auto/block_calls.py", " or is_for_shapes(tensors_of((args, kwargs)))", "", "auto/test_real_loops.py::test_a_loop_trains_as_in_plain_pytorch[calls that pytorch records-blocks]"),
+    ("capture/trace/known_values.py", '.to("cpu", copy=True)', "", "auto/test_fake_rehearsal.py::test_fakes_count_what_real_tensors_take[asks]"),
+    ("auto/rehearsal/fake.py", "KnownValues(inputs) if", "KnownValues() if", "auto/test_fake_rehearsal.py::test_fakes_count_what_real_tensors_take[asks]"),
     ("auto/rehearsal/operators.py", 'self.device.type != "cpu" or ', "", "without_gpu/test_fake_gpu.py::test_the_allocator_sees_what_is_predicted"),
     ("auto/rehearsal/plain.py", "resident += measured_bytes(device)", "pass", "without_gpu/test_fake_gpu.py::test_the_allocator_sees_what_is_predicted"),
     ("auto/rehearsal/fake.py", "if any(left() is not None for left in _Counting.left):", "if False:", "auto/test_kept_state.py::test_caches_of_packages_keep_no_fake_tensors"),

@@ -11,7 +11,7 @@ import functools
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -29,6 +29,7 @@ from ...capture.guards.objects import is_library
 from ...capture.replaced import replaced
 from ...capture.trace.alone import in_this_thread
 from ...capture.trace.answers import Answer, repeated
+from ...capture.trace.known_values import KnownValues
 from ...compiler.quick import MOST_WORKSPACE
 from ...profile.measure import Stretch
 from .operators import NotOnFakes, Operator, looks_of, relaid
@@ -36,22 +37,24 @@ from .operators import NotOnFakes, Operator, looks_of, relaid
 
 def fake_stretches(
     function: Callable[[Callable[[], None]], Any], mode: FakeTensorMode, device: torch.device,
-    answers: Sequence[Answer] | None = None,
+    answers: Sequence[Answer] | None = None, inputs: Iterable[torch.Tensor] = (),
 ) -> list[Stretch]:  # fmt: skip
     """As `monet_like.profile.measure.allocated_stretches`, on fake tensors of a mode.
 
     Args:
         device: on which operators are measured.
-        answers: to the questions about values that the function asks; None: it asks none.
+        answers: to the questions about values that the function asks; None: it asks none but of literals and inputs.
+        inputs: tensors of whose values the function may ask.
 
     Raises:
-        NotOnFakes: the function asks for values of tensors or for their memory, or an operator is not known for fake
-            tensors.
+        NotOnFakes: the function asks for values of other tensors or for their memory, or an operator is not known for
+            fake tensors.
     """
     counting = _Counting(mode, device)
     try:
         with ExitStack() as stack:
-            for context in (hidden(), mode, counting, _Refusals(), *(() if answers is None else (repeated(answers),))):
+            known = KnownValues(inputs) if answers is None else repeated(answers)
+            for context in (hidden(), mode, counting, _Refusals(), known):
                 stack.enter_context(context)
             result = function(counting.mark)
     except Exception as error:

@@ -270,7 +270,8 @@ class StepMemory:
                 if fakes is None:
                     stretches = allocated_stretches(run, self.device)
                 else:
-                    stretches = fake_stretches(run, fakes, self.device)
+                    inputs = tensors_of(self.whole.example)
+                    stretches = fake_stretches(run, fakes, self.device, inputs=inputs)
                     if rehearsals[0].error or any(asks_for_values(block._model) for block in self.of.blocks):
                         raise NotOnFakes("a block asks for values, or cannot be captured")
         finally:

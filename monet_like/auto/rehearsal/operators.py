@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ...capture.captured import TensorMeta
 from ...ops.recurrent import ONEDNN_LAYER, onednn_layer
 from ...profile.measure import allocated_peak
+from ...runtime.out_of_memory import silent
 from ...runtime.questions import Look, made_like
 
 #: Bytes of arguments from which on an operator on a CPU is measured only where it could reach the peak of a stretch.
@@ -75,7 +76,7 @@ class Operator:
         if key not in _measured:
             looks: list[Any] = []
             call = onednn_layer if self.func is ONEDNN_LAYER and torch.is_grad_enabled() else self.func
-            with _unobserved(), torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+            with _unobserved(), silent(), torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
                 given, named = pytree.tree_unflatten([*map(_alike, self.leaves)], self.spec)
                 rise = allocated_peak(lambda: looks.append(looks_of(call(*given, **named))), self.device)
             _measured[key] = Measured(rise, looks[0])

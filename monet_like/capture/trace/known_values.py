@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,15 +22,24 @@ class KnownValues(TorchFunctionMode):
     """Follows small integer and boolean tensors that depend on no input, and answers questions about their values.
 
     ``if (positions == 0).all()`` on a tensor made by ``arange`` is no data dependence: its answer is always the
-    same. Only what is made from literals is followed; anything that an input or a parameter went into is not.
+    same. Only what is made from literals is followed, and from what is given; anything that another input or a
+    parameter went into is not.
+
+    Args:
+        given: tensors whose values are known, too; their copies on the CPU are followed.
     """
 
     _FACTORIES = frozenset({torch.arange, torch.ones, torch.zeros, torch.full, torch.tensor, torch.eye})
     _QUESTIONS = frozenset({"__bool__", "item", "__int__", "tolist", "__index__"})
 
-    def __init__(self) -> None:
+    def __init__(self, given: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
         self.values: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        given = [tensor for tensor in given if tensor.layout is torch.strided and not tensor.is_nested]
+        uses = Counter(tensor.untyped_storage()._cdata for tensor in given)
+        for tensor in given:
+            if _is_small(tensor) and uses[tensor.untyped_storage()._cdata] == 1:  # or a change of one is of several
+                self.values[tensor] = tensor.detach().to("cpu", copy=True)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -62,8 +72,7 @@ class KnownValues(TorchFunctionMode):
 
     def _follow(self, func: Any, args: Any, kwargs: Any, result: Any, *, changes: bool) -> None:
         """Compute the real result, outside the trace, of a call on tensors whose values are known."""
-        small = isinstance(result, torch.Tensor) and not result.dtype.is_floating_point
-        small = small and result.numel() <= _CONSTANT_ELEMENTS
+        small = isinstance(result, torch.Tensor) and _is_small(result)
         if not small and not changes:
             return
         with _disable_current_modes():
@@ -77,3 +86,7 @@ class KnownValues(TorchFunctionMode):
                 return
         if small:
             self.values[result] = real
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    return not tensor.dtype.is_floating_point and tensor.numel() <= _CONSTANT_ELEMENTS
