@@ -326,7 +326,7 @@ def profile(work: Work, device: torch.device, folder: Path) -> tuple[str, Captur
         f"{path.name}: {len(costs) - len(known)} operators in {time.monotonic() - started:.0f} s, "
         f"{capture_seconds:.0f} s of it the capture; program {captured.program.fingerprint[:12]}"
     )
-    return line, replace(captured, reads=None, undelayed=None)  # which would hold the model
+    return line, replace(captured, reads=None, undelayed=None, without_variants=None)  # which would hold the model
 
 
 def plan(work: Work, budget: str, device: torch.device, folder: Path) -> str:

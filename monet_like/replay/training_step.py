@@ -87,7 +87,7 @@ class CompiledStep:
         told: Callable[[str, int, int], None] | None = None,
         run_bytes: Sequence[int] = (),
     ) -> None:
-        self.captured = replace(captured, reads=None, constants=Constants())
+        self.captured = replace(captured, reads=None, constants=Constants(), without_variants=None)
         self.inner_results = inner_results(captured)
         program = captured.program
         self.residents = (*(v for _, v in captured.parameters), *(v for _, v in captured.buffers), *captured.inputs)

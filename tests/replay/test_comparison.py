@@ -16,7 +16,6 @@ from rich.console import Console
 from torch import nn
 from zoo import shallow_resnet
 
-from benchmarks.contenders import Built
 from benchmarks.worker import judge
 from monet_like.capture.example_inputs import Example
 from monet_like.capture.precision import autocast_as
@@ -351,8 +350,8 @@ def test_check_diff_fails_for_one_gradient_made_90_percent_wrong(mode: str, monk
 
 def test_benchmarks_judge_tensor_by_tensor() -> None:
     model, example, _, _ = kinds()
-    assert judge(copy.deepcopy(model), Built(shaken(model, 99)), example, 0.0).correct
-    assert not judge(copy.deepcopy(model), Built(faulty(model, None)), example, 0.0).correct
+    assert judge(copy.deepcopy(model), shaken(model, 99), example, 0.0).correct
+    assert not judge(copy.deepcopy(model), faulty(model, None), example, 0.0).correct
 
 
 @pytest.mark.parametrize(("share", "rounding", "right"), [(5e-6, 1.5, True), (5e-6, 0.5, False), (1e-3, 1.5, False)])
