@@ -14,7 +14,7 @@
 # Each builds csrc first. FOLDER then has the part's tables and rows and a log of each stage, and FOLDER.tar.gz all of it.
 # Parts 1 and 2 go on where they ended if FOLDER is the same. MINUTES (9), PYTHON (python3), SOLUTIONS (a folder of
 # schedules to replay, too), MODELS (a regular expression: only these), STEPS, TESTS (tests/gpu), BUILD (1; 0: the kernels
-# are there), PLANS (1; 0: no profiles and plans, only SOLUTIONS are replayed) and SIZE (8b) can be set.
+# are there), PLANS (1; 0: no profiles and plans, only SOLUTIONS are replayed), SIZE (8b) and BUDGETS can be set.
 set -uo pipefail
 part=0
 if [[ ${1:-} == --part ]]; then
@@ -73,13 +73,13 @@ case $part in
       "plain PyTorch,torch.compile,monet_like,torch.compile budget,checkpoint per block,torch.compile mode" \
       ${STEPS:+--steps "$STEPS"}
     ;;
-  2) decoder --budgets "40 GB,28 GB,22 GB,18 GB,12 GB" ;;
+  2) decoder --budgets "${BUDGETS:-40 GB,28 GB,22 GB,18 GB,12 GB}" ;;
   3)
     PYTORCH_ALLOC_CONF=expandable_segments:True measure "$out/expandable" $(($(left) / 2)) --models "${MODELS:-vgg16|unet}"
     measure "$out" "$(left)" --models "${MODELS:-vgg16|unet}"
     ;;
   4) measure "$out" "$(left)" --solutions "${SOLUTIONS:-solutions}" --no-plans ${MODELS:+--models "$MODELS"} ;;
-  5) decoder --weights --budgets "57 GB,24 GB,16 GB,12 GB" ;;
+  5) decoder --weights --budgets "${BUDGETS:-57 GB,24 GB,16 GB,12 GB}" ;;
   *) echo "there is no part $part; give a number from 0 to 5" >&2 && exit 2 ;;
 esac
 tar -czf "$out.tar.gz" -C "$(dirname "$out")" "$(basename "$out")"

@@ -399,7 +399,7 @@ def counted(run: Callable[[], Any]) -> dict[str, int]:
 
 def graphed(name: str) -> dict[str, Any]:
     """Steps that are replayed as CUDA graphs: what is launched, the pool's memory, and how far the generator is."""
-    wrapped, args, running = planned(name, memory_budget="100%" if "dropout" in name else "80%")
+    wrapped, args, running = planned(name, memory_budget="150%" if "dropout" in name else "80%")
     record, pool, session = wrapped.record, list[int](), CudaRecorder.session
     torch.cuda.manual_seed(0)
     plain = InAutocast(wrapped._model, running.dtype)
