@@ -22,6 +22,7 @@ import zoo
 from monet_like.capture.lower.step import capture
 from benchmarks.resident_memory import resident_peak
 from monet_like.plan import store_all
+from monet_like.plan.instance import Instance
 from monet_like.plan.local_search.searcher import find_start
 from monet_like.replay.wrapper import ScheduleWrapper
 from monet_like.variants import admitted
