@@ -389,7 +389,7 @@ _OFFLOADING_MODELS = [
     (_ON_HOST, "return least <= budget_bytes", "return True", "compiler/test_copies_that_are_added.py::test_where_one_task_is_too_large_copies_are_not_tried"),
     ("auto/offloaded.py", 'record.counts.get("host_bytes", 0) <= _room_alone()', "True", _OF_MODELS.format("test_a_plan_that_finds_no_room_at_the_next_start_is_made_anew")),
     ("auto/offloaded.py", '(device.type == "cuda" and settings.offloads)', 'device.type == "cuda"', _OF_MODELS.format("test_on_a_gpu_copies_are_added_unless_a_mode_is_given_without_them")),
-    ("auto/whole_plan.py", "is_needed=not plain_fits", "is_needed=True", _OF_MODELS.format("test_where_plain_pytorch_fits_the_link_is_not_measured")),
+    ("auto/whole_plan.py", " and not plain_fits else None", " else None", _OF_MODELS.format("test_where_plain_pytorch_fits_the_link_is_not_measured")),
     ("auto/whole_plan.py", "captured if asked is request else readmitted(asked, captured)", "captured", _OF_MODELS.format("test_a_model_offloads_and_the_next_start_has_its_plan")),
 ]  # fmt: skip
 

@@ -75,13 +75,9 @@ def adds_copies(device: torch.device, settings: Settings) -> bool:
     return OFFLOAD not in parse_mode(settings.mode) and _admits(device, settings)
 
 
-def host_of(device: torch.device, settings: Settings, *, is_needed: bool) -> Host | None:
-    """The host for copies that a plan of a whole model adds; None: it adds none, or nothing can be pinned.
-
-    Args:
-        is_needed: plain PyTorch's step does not fit.
-    """
-    if not is_needed or not adds_copies(device, settings) or not (room := _room_alone()):
+def host_of(device: torch.device) -> Host | None:
+    """The host for copies that a plan of a whole model adds; None: nothing can be pinned."""
+    if not (room := _room_alone()):
         return None
     try:
         rate = host_rate(device)

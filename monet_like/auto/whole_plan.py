@@ -196,7 +196,7 @@ def _compiled(
                 progress=progress.profiling, plan_progress=progress.planning,
             )  # fmt: skip
             plain_fits = (eager or ready.plain.peak_bytes) <= limit  # then there is no need of copies
-            host = partial(host_of, device, settings, is_needed=not plain_fits)
+            host = partial(host_of, device) if adds_copies(device, settings) and not plain_fits else None
             found_for = partial(planned, budget_bytes=limit, host=host, compiled=compiled)
 
             def priced_as(other: Request, captured: Captured) -> Prepared:

@@ -62,17 +62,19 @@ class Found:
 
 
 def planned(
-    request: Request, ready: Prepared, budget_bytes: int, host: Callable[[], Host | None], compiled: Compile
+    request: Request, ready: Prepared, budget_bytes: int, host: Callable[[], Host | None] | None, compiled: Compile
 ) -> Found:
     """Plan within the budget; with copies on the host if the step is at least 3 % faster so, or if nothing else fits.
 
     Args:
-        host: called if copies may gain something; returns None where there are to be none.
+        host: called if copies may gain something; returns None where there are to be none. None: there are none.
         compiled: `compile_prepared` for this budget, as a function of a request, its program, and options.
 
     Raises:
         InfeasibleError, SolverError: nothing fits; names the smaller of the budgets that are enough.
     """
+    if host is None:
+        return Found(request, *compiled(request, ready))
     failure: InfeasibleError | SolverError | None = None
     best: Found | None = None
     try:
