@@ -24,6 +24,7 @@ from monet_like.ir.simulate import simulate
 from monet_like.plan.instance import Instance
 from monet_like.profile.devices import DEVICES
 from monet_like.replay.wrapper import ScheduleWrapper
+from monet_like.torch_versions import release
 
 CPU = torch.device("cpu")
 FAST, SLOW, ROOM = 1e13, 1e6, 2**40
@@ -116,6 +117,8 @@ def gates() -> tuple[Request, Prepared]:
 
 def failure(of: tuple[Request, Prepared], host: Host | None) -> InfeasibleError | SolverError:
     """Of the least budget for which copies are tried."""
+    if release() > (2, 14):
+        pytest.skip("in the program of this PyTorch recomputing alone reaches what one task needs")
     least, _ = Instance(of[1].captured.program, of[1].costs, of[1].extra_bytes).floor
     with pytest.raises((InfeasibleError, SolverError)) as caught:
         found(of, (least + 1) / of[1].plain.peak_bytes, lambda: host, **BRIEF)
