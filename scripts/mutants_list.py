@@ -384,7 +384,7 @@ _OFFLOADING_MODELS = [
     (_ON_HOST, "report.seconds < WORTH * _seconds(without) and ", "", _WITHOUT.format("no gain")),
     (_ON_HOST, '"host_bytes": host.room_bytes', '"host_bytes": 2**60', "compiler/test_copies_that_are_added.py::test_no_more_is_on_the_host_than_it_has_room_for[67108864]"),
     (_ON_HOST, "if host.pins(found.ready.captured, found.compiled.plan.schedule)", "if found", _WITHOUT.format("pinned")),
-    (_ON_HOST, "return min(_unlimited(best).seconds, best.ready.plain.seconds) < WORTH * _seconds(best)", "return True", _WITHOUT.format("no pressure")),
+    (_ON_HOST, "return min(best.unlimited.seconds, best.ready.plain.seconds) < WORTH * _seconds(best)", "return True", _WITHOUT.format("no pressure")),
     (_ON_HOST, "return simulate(program, found, costs).seconds < WORTH * _seconds(best)", "return True", "compiler/test_copies_that_are_added.py::test_what_a_slow_link_can_carry_is_told_without_a_plan"),
     (_ON_HOST, "return least <= budget_bytes", "return True", "compiler/test_copies_that_are_added.py::test_where_one_task_is_too_large_copies_are_not_tried"),
     ("auto/offloaded.py", 'record.counts.get("host_bytes", 0) <= _room_alone()', "True", _OF_MODELS.format("test_a_plan_that_finds_no_room_at_the_next_start_is_made_anew")),

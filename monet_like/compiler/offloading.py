@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ..capture.captured import Captured
 from ..errors import InfeasibleError, ProfileError, SolverError
@@ -59,6 +60,11 @@ class Found:
     ready: Prepared
     compiled: Compiled
     only: bool = False
+
+    @cached_property
+    def unlimited(self) -> Report:
+        """The simulator's report on a step that may keep everything."""
+        return plan_for(self.ready, self.request, MOST_BYTES, strategy="heuristic", evaluations=0).report
 
 
 def planned(
@@ -151,11 +157,7 @@ def _may_gain(best: Found) -> bool:
     """Whether the budget costs time: a step that may keep everything is faster."""
     if best.compiled.plan.interrupted:
         return False
-    return min(_unlimited(best).seconds, best.ready.plain.seconds) < WORTH * _seconds(best)
-
-
-def _unlimited(best: Found) -> Report:
-    return plan_for(best.ready, best.request, MOST_BYTES, strategy="heuristic", evaluations=0).report
+    return min(best.unlimited.seconds, best.ready.plain.seconds) < WORTH * _seconds(best)
 
 
 def _may_carry(best: Found, budget_bytes: int, host: Host) -> bool:
@@ -165,7 +167,7 @@ def _may_carry(best: Found, budget_bytes: int, host: Host) -> bool:
     """
     carried = min(host.bytes_per_second * WORTH * _seconds(best) / 2, host.room_bytes)
     budget = min(budget_bytes + int(carried), MOST_BYTES)
-    if _unlimited(best).peak_bytes <= budget:
+    if best.unlimited.peak_bytes <= budget:
         return True
     program, costs, plan = best.ready.captured.program, best.ready.costs, best.compiled.plan
     extra = plan.report.peak_bytes - simulate(program, plan.schedule, costs).peak_bytes

@@ -76,4 +76,6 @@ def launches(ready: Prepared, *, planned: bool) -> Launches | None:
 def plain_seconds(ready: Prepared) -> float:
     """Predicted time of plain PyTorch's step; on a GPU by its clock and the CPU's."""
     captured, clock = ready.captured, launches(ready, planned=False)
+    if clock is None:
+        return ready.plain.seconds
     return plain_report(captured.plain, ready.costs, 0, autograd_nodes=captured.autograd_nodes, launches=clock).seconds
