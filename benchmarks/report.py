@@ -260,6 +260,11 @@ def _batches(trials: Sequence[Trial]) -> str:
     return text
 
 
+def plotted(points: Sequence[Point]) -> list[str]:
+    """The fronts of which there is something to draw."""
+    return [kind for kind in FRONTS if usable(points, kind, ours=False) or usable(points, kind, ours=True)]
+
+
 def plot(points: Sequence[Point], title: str, path: Path) -> None:
     """Time against peak of all contenders of one model, one picture for eager and one for inductor."""
     import matplotlib
@@ -267,7 +272,7 @@ def plot(points: Sequence[Point], title: str, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    kinds = [kind for kind in FRONTS if usable(points, kind, ours=False) or usable(points, kind, ours=True)]
+    kinds = plotted(points)
     figure, axes = pyplot.subplots(1, len(kinds), figsize=(7.5 * len(kinds), 5), squeeze=False, sharey=True)
     plain = [p for p in points if p.contender == PLAIN]
     for kind, axis in zip(kinds, axes[0], strict=True):
@@ -325,7 +330,7 @@ def write_report(folder: Path, suite: str, points: Sequence[Point], trials: Sequ
         here = [p for p in points if (p.model, p.batch) == (model, batch)]
         name = _name(model, batch, suite)
         text += f"\n## {name}\n\n{_points_table(here, suite)}\n{_words(here)}"
-        if any(p.status == "measured" for p in here):
+        if plotted(here):
             picture = Path("plots") / f"{model}_{batch}.png"
             plot(here, name, folder / picture)
             text += f"\n![time against peak]({picture})\n"

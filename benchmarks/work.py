@@ -205,15 +205,19 @@ WORK: Mapping[str, Work] = MappingProxyType(
             ),
             ("GPT2Block",),
         ),
+        # On a GPU bound by the host's launches.
+        "gpt2_short": Work(
+            Size(partial(LanguageModel, layers=2), tokens(8192, 64), (1,), "2 layers of 256, 8,192 words, 64 tokens"),
+            Size(partial(LanguageModel, 12, 768, 12, 50257, 600), tokens(50257, 600), (1,), "12 x 768, 600 tokens"),
+            ("GPT2Block",),
+        ),
+        "resnet18": Work(*_on_images(_models.resnet18, (4, 64), (8,)), ("BasicBlock",), _resnet),
     }
 )
 
 _PROBE = Size(probe, lambda batch: ((torch.randn(batch, 32, dtype=torch.float64),), {}), (512,), "double precision")
-_TINY = Size(_models.resnet18, sized(64), (4,), "64 pixels")
-#: Not among the models that are compared: what tells whether dropout is right, and what the tests use.
-ASIDE: Mapping[str, Work] = MappingProxyType(
-    {"dropout": Work(_PROBE, _PROBE, ("Residual",), _itself), "resnet18": Work(_TINY, _TINY, ("BasicBlock",), _resnet)}
-)
+#: Not among the models that are compared: what tells whether dropout is right.
+ASIDE: Mapping[str, Work] = MappingProxyType({"dropout": Work(_PROBE, _PROBE, ("Residual",), _itself)})
 
 
 @dataclass(frozen=True)

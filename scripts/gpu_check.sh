@@ -10,15 +10,16 @@
 #   3  part 0's measurements of VGG-16 and the U-Net, with PyTorch's expandable segments and without
 #   4  the zoo's schedules, replayed
 #   5  LoRA of a Llama of 8B with frozen weights on the host, for 57 to 12 GB, beside FSDP2's policy and a swap by hand
+#   6  small steps, which wait for the host: ours with CUDA graphs and without, beside torch.compile with them
 #
 # Each builds csrc first. FOLDER then has the part's tables and rows and a log of each stage, and FOLDER.tar.gz all of it.
-# Parts 1 and 2 go on where they ended if FOLDER is the same. MINUTES (9), PYTHON (python3), SOLUTIONS (a folder of
+# Parts 1, 2 and 6 go on where they ended if FOLDER is the same. MINUTES (9), PYTHON (python3), SOLUTIONS (a folder of
 # schedules to replay, too), MODELS (a regular expression: only these), STEPS, TESTS (tests/gpu), BUILD (1; 0: the kernels
 # are there), PLANS (1; 0: no profiles and plans, only SOLUTIONS are replayed), SIZE (8b) and BUDGETS can be set.
 set -uo pipefail
 part=0
 if [[ ${1:-} == --part ]]; then
-  part=${2:?--part needs a number from 0 to 5}
+  part=${2:?--part needs a number from 0 to 6}
   shift 2
 fi
 out=$(realpath -m "${1:-gpu_check}")
@@ -57,6 +58,10 @@ decoder() { # OPTIONS...
   stage decoder "$(left)" "$python" -m benchmarks.decoder_steps --model "${SIZE:-8b}" --out "$out" \
     --seconds $(($(left) - 60)) ${STEPS:+--steps "$STEPS"} "$@"
 }
+rivals() { # MODELS CONTENDERS
+  stage rivals "$(left)" "$python" -m benchmarks.run --suite gpu16 --out "$out" --parts points --minutes $(($(left) / 60 - 1)) \
+    --models "${MODELS:-$1}" --contenders "plain PyTorch,$2,torch.compile mode" ${STEPS:+--steps "$STEPS"}
+}
 
 : >"$out/stages.txt"
 [[ ${BUILD:-1} == 0 ]] || stage build $((limit / 3)) env MONET_LIKE_CUDA=1 "$python" -m monet_like.build
@@ -67,12 +72,7 @@ case $part in
     measure "$out" "$(left)" ${SOLUTIONS:+--solutions "$SOLUTIONS"} ${MODELS:+--models "$MODELS"} \
       $([[ ${PLANS:-1} == 0 ]] && echo --no-plans)
     ;;
-  1)
-    stage rivals "$(left)" "$python" -m benchmarks.run --suite gpu16 --out "$out" --parts points --minutes \
-      $(($(left) / 60 - 1)) --models "${MODELS:-resnet50,gpt2,vgg16,vit_b_16,unet,mobilenet_v2,nnunet}" --contenders \
-      "plain PyTorch,torch.compile,monet_like,torch.compile budget,checkpoint per block,torch.compile mode" \
-      ${STEPS:+--steps "$STEPS"}
-    ;;
+  1) rivals resnet50,gpt2,vgg16,vit_b_16,unet,mobilenet_v2,nnunet "torch.compile,monet_like,torch.compile budget,checkpoint per block" ;;
   2) decoder --budgets "${BUDGETS:-40 GB,28 GB,22 GB,18 GB,12 GB}" ;;
   3)
     PYTORCH_ALLOC_CONF=expandable_segments:True measure "$out/expandable" $(($(left) / 2)) --models "${MODELS:-vgg16|unet}"
@@ -80,7 +80,8 @@ case $part in
     ;;
   4) measure "$out" "$(left)" --solutions "${SOLUTIONS:-solutions}" --no-plans ${MODELS:+--models "$MODELS"} ;;
   5) decoder --weights --budgets "${BUDGETS:-57 GB,24 GB,16 GB,12 GB}" ;;
-  *) echo "there is no part $part; give a number from 0 to 5" >&2 && exit 2 ;;
+  6) rivals gpt2_short,resnet18 "torch.compile,monet_like,monet_like graphs" ;;
+  *) echo "there is no part $part; give a number from 0 to 6" >&2 && exit 2 ;;
 esac
 tar -czf "$out.tar.gz" -C "$(dirname "$out")" "$(basename "$out")"
 cat "$out"/{gpu_check,rivals,decoder_steps}.md 2>/dev/null

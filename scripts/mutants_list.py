@@ -444,7 +444,7 @@ _GRAPHS = [
     ("replay/graphs/copies.py", "if shared else 0", "", _GRAPHED.format("test_copies_lie_as_their_originals")),
     ("replay/training_step.py", "call.graphs if again else None", "None", _TRAINER.format("graph_retained")),
     ("replay/training_step.py", "not again and not missing and graphs", "not missing and graphs", _TRAINER.format("graph_retained")),
-    ("replay/graphs/refusals.py", '    "monet_like.set_rng_state": "draws random numbers again, from an earlier state of the generator",\n', "", _GRAPHED.format("test_steps_that_graphs_cannot_have_are_said_in_the_log")),
+    ("replay/graphs/refusals.py", '    "monet_like.set_rng_state": "draws random numbers again, from an earlier state of the generator",\n', "", _GRAPHED.format("test_a_warning_says_once_which_steps_graphs_cannot_have")),
 ]  # fmt: skip
 
 

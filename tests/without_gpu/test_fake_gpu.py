@@ -334,7 +334,7 @@ def test_fake_tensors_count_what_real_ones_take(ask: Ask) -> None:
         name = found["asked for"].removeprefix("rehearsals:")
         assert found["on fakes"] == REHEARSALS[name].on_fakes
         for fake, real in (found["moments"], found["held"]):
-            assert fake and (fake == real or name == "asks"), name  # the fake GPU has computed no answer for real tensors
+            assert fake and (fake == real or name == "asks"), name  # whose answers nothing has computed
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,8 +14,6 @@ from ...runtime.out_of_memory import silent
 from .recorder import Recorder
 from .refusals import Step, refusal
 from .step import GraphedCall, StepGraphs
-
-_log = logging.getLogger("monet_like")
 
 #: So many calls of one form in a row run without graphs before they are captured.
 WARM_UP = 2
@@ -96,7 +93,7 @@ class ModelGraphs:
         if step not in self._refusals:
             self._refusals[step] = refusal(step)
             if reason := self._refusals[step]:
-                _log.info("steps of a form run without CUDA graphs: %s", reason)
+                warn_caller(f"training steps of a form run without CUDA graphs, and compute the same: {reason}")
         if reason := self._refusals[step]:
             return reason
         if any(tensor.device != device or not acts_as_plain(tensor) for tensor in residents):
