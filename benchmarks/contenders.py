@@ -189,8 +189,6 @@ def ours(
     from monet_like.compiler.request import Request
     from monet_like.ir.profile_file import Profile
     from monet_like.replay.graphs.cuda import cuda_graphs
-    from monet_like.replay.graphs.model import WARM_UP
-    from monet_like.replay.verify.steps import train_step
     from monet_like.replay.wrapper import ScheduleWrapper
 
     request = Request(
@@ -207,8 +205,6 @@ def ours(
     gap = -1.0 if record.gap is None else record.gap
     if graphs:
         cuda_graphs(module)
-        for _ in range(WARM_UP + 1):
-            train_step(module, example)
     return Built(module, seconds, record.peak_bytes - record.cublas_bytes, record.seconds, record.plain_seconds, gap)
 
 

@@ -32,6 +32,7 @@ from benchmarks.resident_memory import resident_peak, status_bytes
 from benchmarks.work import Job
 from monet_like.capture.example_inputs import Example, device_of
 from monet_like.capture.precision import autocast_as
+from monet_like.replay.graphs.model import WARM_UP
 from monet_like.replay.verify.comparison import Tensors
 from monet_like.replay.verify.steps import (
     draws,
@@ -210,6 +211,8 @@ class Worker:
             train_step(self.module, self.example)
             verdict = Verdict(0.0, job.rounding, "", False, 0.0)
         del reference, model
+        for _ in range(WARM_UP if self.device.type == "cuda" else 0):  # after which graphs are captured
+            train_step(self.module, self.example)
         self._forget()
         peak = step_peak(self.module, self.example, self.device)
         process = self._process_bytes()
