@@ -74,7 +74,8 @@ class Ready(Verdict):
     """What is known before the steps that are timed.
 
     Attributes:
-        peak_bytes: of a step, parameters, buffers and inputs included.
+        peak_bytes: of a step, parameters, buffers and inputs included, and pools of CUDA graphs not: ``process_bytes``
+            has them.
         process_bytes: the same by the process's high-water mark; on CUDA what is reserved of the device.
         static_bytes: parameters, their gradients, buffers and inputs.
     """

@@ -10,7 +10,8 @@
 #   3  part 0's measurements of VGG-16 and the U-Net, with PyTorch's expandable segments and without
 #   4  the zoo's schedules, replayed
 #   5  LoRA of a Llama of 8B with frozen weights on the host, for 57 to 12 GB, beside FSDP2's policy and a swap by hand
-#   6  small steps, which wait for the host: ours with CUDA graphs and without, beside torch.compile with them
+#   6  small steps, which wait for the host: ours with CUDA graphs and without, beside torch.compile with them; what is
+#      reserved counts there: the allocator's peak is without the graphs' pools
 #
 # Each builds csrc first. FOLDER then has the part's tables and rows and a log of each stage, and FOLDER.tar.gz all of it.
 # Parts 1, 2 and 6 go on where they ended if FOLDER is the same. MINUTES (9), PYTHON (python3), SOLUTIONS (a folder of
