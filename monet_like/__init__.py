@@ -13,9 +13,8 @@ from ._version import __version__
 
 if TYPE_CHECKING:
     from .auto.auto_schedule import auto_schedule
-    from .auto.blocks import block_plan, unwrap
+    from .auto.blocks import block_plan, plan_step, unwrap
     from .auto.fits.fits import fits
-    from .auto.plan_step import plan_step
     from .auto.planning import Planning
     from .capture.annotations import mark
     from .export.selective import checkpoint_policy
@@ -66,7 +65,7 @@ _LAZY = {
     "mark": "capture.annotations",
     "memory_report": "report.kept_memory",
     "place_memory": "replay.memory.allocator",
-    "plan_step": "auto.plan_step",
+    "plan_step": "auto.blocks",
     "problem": "job.start",
     "register_strategy": "plan.strategies",
     "register_variant": "variants",

@@ -230,13 +230,13 @@ _KEPT = [
     ("auto/kept_pieces.py", 'if content.pop("sha256", None) != digest_of_fields(', "if digest_of_fields({}) == digest_of_fields(", _PIECES.format("test_damaged_files_are_found_out_anew_with_a_warning")),
     ("auto/block_menus.py", "if deadline.left():", "if True:", _PIECES.format("test_a_search_that_was_cut_short_and_scaled_costs_are_not_kept")),
     ("auto/block_menus.py", "if settings.quick and earlier is None:", "if settings.quick:", _PIECES.format("test_a_search_that_was_cut_short_and_scaled_costs_are_not_kept")),
-    (_P, "if isinstance(error.smallest, KeptPlan):", "if False:", "auto/test_kept_plans.py::test_the_budget_that_an_error_of_blocks_names_has_its_plan[quick]"),
-    (_P, 'replace(settings, effort="quick"))\n', "settings)\n", "auto/test_kept_plans.py::test_the_budget_that_an_error_of_blocks_names_has_its_plan[auto]"),
+    ("auto/kept_plans.py", "if isinstance(error.smallest, KeptPlan):", "if False:", "auto/test_kept_plans.py::test_the_budget_that_an_error_of_blocks_names_has_its_plan[quick]"),
+    ("auto/kept_plans.py", 'replace(settings, effort="quick"))\n', "settings)\n", "auto/test_kept_plans.py::test_the_budget_that_an_error_of_blocks_names_has_its_plan[auto]"),
     (_P, "if len(kept.records) != len(of.blocks):", "if False:", _UNFIT.format("fewer blocks")),
     (_P, "if (call is None) != (record is None):", "if False:", _UNFIT.format("no schedule")),
     (_P, "if not is_of(record, captured, device_of(of.model)):", "if False:", _UNFIT.format("another program")),
     (_P, "if not {*point.shared, *point.offloaded} <= set(range(len(captured.program.values))):", "if False:", _UNFIT.format("wrong value")),
-    (_P, "settings.budget.bytes or settings.budget.share, settings.mode", "0, settings.mode", _ANEW.format("budget")),
+    ("auto/planning.py", "self.budget.bytes or self.budget.share, self.mode", "0, self.mode", _ANEW.format("budget")),
 ]  # fmt: skip
 
 #: Values that a step reads.

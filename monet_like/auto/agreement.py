@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+import msgspec
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -18,28 +19,29 @@ from ..errors import InfeasibleError, MonetError, UsageError
 #: others, as in a pipeline; an error of one is raised in all.
 Sharing = Literal["alone", "same", "own"]
 
+_T = TypeVar("_T")
+
 
 def processes() -> int:
     """The number of processes of the default group; 1 without one."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def planned_by(work: Callable[[], Any], sharing: Sharing) -> Any:
+def planned_by(work: Callable[[], _T], sharing: Sharing, kind: Any = Any) -> _T:
     """The result of ``work``: the first process's for all, or each process's own.
 
     Args:
-        work: returns plain data that JSON can hold. If processes share anything, what it raises in one is raised in
-            all.
+        work: returns frozen data that JSON can hold, such as a dataclass. If processes share anything, what it raises
+            in one is raised in all.
+        kind: of that data, such as ``tuple[Point, ...]``.
     """
-    if sharing == "alone" or processes() == 1:
-        return _plain(work())
-    if sharing == "own":
-        return _plain(all_do(work, sharing))
+    if sharing != "same" or processes() == 1:
+        return all_do(work, sharing)
     error: BaseException | None = None
     answer = ""
     if dist.get_rank() == 0:
         try:
-            answer = json.dumps({"result": work()})
+            answer = json.dumps({"result": msgspec.to_builtins(work())})
         except BaseException as found:  # the others wait for an answer whatever happened
             error, answer = found, json.dumps({"error": _told(found)})
     sent = [answer]
@@ -49,14 +51,16 @@ def planned_by(work: Callable[[], Any], sharing: Sharing) -> Any:
     content = json.loads(sent[0])
     if "error" in content:
         raise _raised(content["error"])
-    return content["result"]
+    result: _T = msgspec.convert(content["result"], kind)
+    return result
 
 
-def all_do(work: Callable[[], Any], sharing: Sharing) -> Any:
+def all_do(work: Callable[[], _T], sharing: Sharing) -> _T:
     """Do ``work`` in every process; if it fails in one, raise in all. Without sharing: just do it."""
     if sharing == "alone" or processes() == 1:
         return work()
-    result, error = None, None
+    result: Any = None
+    error: BaseException | None = None
     try:
         result = work()
     except BaseException as found:  # the others wait for a word whatever happened
@@ -67,7 +71,8 @@ def all_do(work: Callable[[], Any], sharing: Sharing) -> Any:
     for rank, told in enumerate(every):
         if told is not None:
             raise _raised(told, f"found by the process with rank {rank}, whose step needs this one")
-    return result
+    done: _T = result
+    return done
 
 
 def all_agree(flag: bool, sharing: Sharing) -> bool:

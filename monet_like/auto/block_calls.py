@@ -169,8 +169,6 @@ class CallPlans:
                 plan = plan_blocks(Blocks(model, blocks), whole, settings)
             finally:
                 self._planner = 0
-        for block in blocks:
-            block._block_plan = plan
         self.plans.append(_Planned(form, plan, tuple(block.plan_state() for block in blocks)))
         return plan
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
-from typing import Any
 
-import msgspec
 import torch
 
 from ..capture.captured import Captured
@@ -291,18 +289,6 @@ def _schedules(
     if settings.quick:
         settings.earlier.add(ready, schedules)
     return schedules
-
-
-def content_of(points: Sequence[Point]) -> dict[str, Any]:
-    """Points of all blocks as plain data; equal ones once."""
-    distinct = list(dict.fromkeys(points))
-    return {"points": list(map(asdict, distinct)), "of": [distinct.index(point) for point in points]}
-
-
-def read_points(content: Any) -> tuple[Point, ...]:
-    """The points that `content_of` has written."""
-    distinct = msgspec.convert(content["points"], tuple[Point, ...])
-    return tuple(distinct[number] for number in content["of"])
 
 
 def record_of(call: BlockCall, ready: Prepared, point: Point) -> ScheduleRecord:

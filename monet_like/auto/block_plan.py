@@ -5,11 +5,9 @@ all.
 from __future__ import annotations
 
 import datetime
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from ..capture.checks import is_sharded
 from ..capture.example_inputs import device_of
@@ -19,34 +17,29 @@ from ..compiler.progress import Progress, announce
 from ..errors import InfeasibleError, ScheduleFileError, warn_caller
 from ..ir.schedule import Schedule
 from ..ir.schedule_file import ScheduleRecord
-from ..ir.step import Moment, Point, Step, bytes_on_host, moments_of, peak_of, seconds_of
-from ..ir.units import Budget, format_seconds
+from ..ir.step import Moment, Point, Step, bytes_on_host, moments_of, seconds_of
+from ..ir.units import Budget
 from ..plan.bound.pieces import block_relaxation
-from ..plan.step.choice import Choice, ChoiceStatus
+from ..plan.step.choice import Choice
 from ..plan.step.menus import owning
 from ..plan.step.proof import BOUND_SECONDS, CHOICE_SECONDS, Chooser
 from ..profile.card_budget import on_card
-from ..profile.devices import device_name
-from ..profile.settings import settings_digest
 from ..replay.wrapper import ScheduleWrapper
-from .agreement import Sharing, all_agree, all_do, gathered, planned_by, processes
+from .agreement import all_agree, all_do, gathered, planned_by, processes
 from .block_menus import (
     MENUS_SHARE,
     Deadline,
     Kind,
     check_alike,
-    content_of,
     kinds_of,
     menus_of,
     own_point,
     plain_point,
-    read_points,
     record_of,
 )
 from .block_shares import OwnPlans, Share
-from .kept_plans import NOTHING, REFINED, KeptPlan, StepKey, is_near, most_of_rest
-from .offloaded import NOT_PINNED, can_offload, link_rate, lone_in_all, offload, room_on_host
-from .offloaded import in_words as offloaded_in_words
+from .kept_plans import NOTHING, KeptPlan, StepKey, found_or_planned, here, is_near, most_of_rest
+from .offloaded import NOT_PINNED, can_offload, link_rate, lone_in_all, offload, on_host, room_on_host
 from .planning import Settings
 from .promise import BlockPlan
 from .rehearsal.counted import Changed
@@ -92,7 +85,7 @@ def _planned_with(
     of: Blocks, memory: StepMemory, settings: Settings, progress: Progress, *, offloads: bool = True
 ) -> tuple[BlockPlan, str]:
     """`plan_blocks` with what counts the memory of the step; and how the plan came to be, in words."""
-    started, sharing = time.monotonic(), settings.sharing
+    sharing = settings.sharing
     first = memory.rehearsed(None)
     memory.host_bytes = room_on_host(of, first.step, settings) if offloads else 0
     lone = lone_in_all(memory, settings) if memory.host_bytes else {}
@@ -101,98 +94,61 @@ def _planned_with(
     memory.streaming = streaming_of(of, settings)
     first = replace(first, step=replace(first.step, streaming=memory.streaming, host_bytes=memory.host_bytes))
     link = link_rate(of, memory.host_bytes, settings)
-    key = _key(kinds, first.step, memory, settings)
-    answer, how = _kept_before(memory, first.step, key, settings), ""
-    if answer is None:
-        if key.refines(settings):
-            settings = replace(settings, effort="full")
-        try:
-            plan = partial(_planned, memory, first.step, kinds, settings, progress, link)
-            answer = settings.earlier.tried(plan, sharing)
-        except InfeasibleError as error:
-            if isinstance(error.smallest, KeptPlan):
-                named = replace(settings, budget=Budget(error.smallest.budget_bytes))
-                _keep(_key(kinds, first.step, memory, named), error.smallest, quick=True, sharing=sharing)
-            answer = _kept_before(memory, first.step, key, replace(settings, effort="quick"))
-            if answer is None:
-                raise
-        else:
-            _keep(key, answer[0], quick=settings.quick, sharing=sharing)
-            later = REFINED if settings.quick and settings.refines else ""
-            how = f"planned in {format_seconds(time.monotonic() - started)}{later}"
-    kept, moments, reason = answer
-    how = how or f"reused, planned on {kept.planned}"
-    moments = tuple((name, count + kept.cublas_bytes) for name, count in moments)
-    moment, peak = max(moments, key=lambda entry: entry[1])
+
+    def planned(settings: Settings) -> KeptPlan:
+        plan = partial(_planned, memory, first.step, kinds, settings, progress, link)
+        return settings.earlier.tried(plan, sharing)
+
+    key, found = partial(_key, kinds, first.step, memory), partial(_kept_before, memory, first.step)
+    kept, how = found_or_planned(key, settings, found, planned, sharing)
     if not all_agree(can_offload(of, first.step, kept), sharing):
         warn_caller(NOT_PINNED)
         return _planned_with(of, memory, settings, progress, offloads=False)
-    stream(of, first.step, kept.points, sharing)
+    promise = replace(kept.promise, seconds=seconds_of(first.step, kept.promise.points))
+    stream(of, first.step, promise.points, sharing)
     offload(of, kept)
     own = OwnPlans(settings, link)
-    for block, record, point, kind in zip(of.blocks, kept.records, kept.points, kinds, strict=True):
-        block.record, call = record, block._block_call
+    for block, record, point, kind in zip(of.blocks, kept.records, promise.points, kinds, strict=True):
+        block.record, call, block._block_plan = record, block._block_call, promise
         block._block_planned, block._block_sharded = True, is_sharded(block)
         block._begun, block._block_own = True, own
         block._on_new_input, block._shows_progress = settings.on_new_input, settings.verbose
         if record is not None and call is not None and kind is not None:
             block._block_share = Share.of(point, call.as_in(record), kind)
             block._block_changed = Changed.of(kind.changed, call.as_in(record))
-    made = BlockPlan(
-        peak, moment, kept.budget_bytes, kept.plain_peak_bytes, seconds_of(first.step, kept.points), kept.plain_seconds,
-        kept.kinds, kept.points, kept.status, reason, kept.bound_seconds, moments,
-    )  # fmt: skip
-    return made, f"{offloaded_in_words(first.step, kept)}; {how}{settings.told}"
-
-
-#: The schedules of all blocks, with `BlockPlan.moments` without cuBLAS's workspaces, and `BlockPlan.reason`.
-Answer = tuple[KeptPlan, tuple[tuple[str, int], ...], str]
+    return promise, f"{on_host(bytes_on_host(first.step, promise.points))}; {how}{settings.told}"
 
 
 def _key(kinds: Sequence[Kind | None], first: Step, memory: StepMemory, settings: Settings) -> StepKey:
-    device = device_of(memory.of.model)
     return StepKey(
         tuple(kind and (kind.program, kind.text) for kind in kinds),
         tuple(piece.calls for piece in first.pieces),
         tuple(moment.what for moment in first.moments),
         max(gathered(memory.resident_bytes, settings.sharing)),
-        (
-            settings.budget.bytes or settings.budget.share, settings.mode, settings.solver.upper(), settings.gap,
-            settings.time_limit_seconds, settings.optimizer, memory.streaming and memory.streaming.key,
-            memory.host_bytes > 0,
-        ),
-        (device_name(device), settings_digest(device)),
+        (*settings.key, memory.streaming and memory.streaming.key, memory.host_bytes > 0),
+        here(device_of(memory.of.model)),
         processes() if settings.sharing == "same" else 1,
-    )  # fmt: skip
+    )
 
 
-def _keep(key: StepKey, plan: KeptPlan, *, quick: bool, sharing: Sharing) -> None:
-    """Write a plan into the cache, unless the solver may do better at the next start."""
-    if plan.status != "searched" and any(plan.records):
-        key.keep(plan, quick=quick, sharing=sharing)
-
-
-def _kept_before(memory: StepMemory, first: Step, key: StepKey, settings: Settings) -> Answer | None:
+def _kept_before(memory: StepMemory, first: Step, key: StepKey, settings: Settings) -> tuple[KeptPlan, str] | None:
     """The plan in the cache, where it is there in all processes, fits, and needs what it did."""
     of, sharing, rest = memory.of, settings.sharing, most_of_rest(first)
-
-    def content() -> Any:
-        whose = f"the blocks of {type(of.model).__name__} are"
-        found = key.find(settings, lambda kept: _fits(of, kept) and is_near(rest, kept.rest_bytes), whose)
-        return found and found[0].content()
-
-    found = planned_by(content, sharing)
-    if not all_agree(bool(found), sharing):
+    whose = f"the blocks of {type(of.model).__name__} are"
+    find = partial(key.find, settings, lambda kept: _fits(of, kept) and is_near(rest, kept.rest_bytes), whose)
+    found = planned_by(find, sharing, tuple[KeptPlan, str] | None)
+    if not all_agree(found is not None, sharing):
         return None
-    reused = _reused(KeptPlan.of_content(found, "the plan"), memory)
-    return reused if all_agree(reused is not None, sharing) else None
+    assert found is not None
+    reused = _reused(found[0], memory)
+    return None if not all_agree(reused is not None, sharing) or reused is None else (reused, found[1])
 
 
 def _fits(of: Blocks, kept: KeptPlan) -> bool:
     """Check that a plan from the cache has a schedule for every block, and that each fits the block's program."""
     if len(kept.records) != len(of.blocks):
         raise ScheduleFileError(f"the file has {len(kept.records)} blocks, the model {len(of.blocks)}")
-    for block, record, point in zip(of.blocks, kept.records, kept.points, strict=True):
+    for block, record, point in zip(of.blocks, kept.records, kept.promise.points, strict=True):
         call = block._block_call
         if (call is None) != (record is None):
             raise ScheduleFileError(f"the file has no schedule for {block._block_name}, or one too many")
@@ -205,15 +161,16 @@ def _fits(of: Blocks, kept: KeptPlan) -> bool:
     return True
 
 
-def _reused(kept: KeptPlan, memory: StepMemory) -> Answer | None:
+def _reused(kept: KeptPlan, memory: StepMemory) -> KeptPlan | None:
     """The plan from the cache with its peak at this start; None if the rest of the model takes another amount of
     memory.
     """
-    step = memory.step_with(kept.points)
-    moments = moments_of(step, kept.points)
-    peak = max(count for _, count in moments) + kept.cublas_bytes
-    fits = peak <= kept.budget_bytes and bytes_on_host(step, kept.points) <= memory.host_bytes
-    return (kept, moments, "") if fits and is_near(peak, kept.peak_bytes) else None
+    points, planned = kept.promise.points, kept.promise.peak_bytes
+    step = memory.step_with(points)
+    kept = replace(kept, promise=kept.promise.at(moments_of(step, points), kept.cublas_bytes))
+    peak = kept.promise.peak_bytes
+    fits = peak <= kept.promise.budget_bytes and bytes_on_host(step, points) <= memory.host_bytes
+    return kept if fits and is_near(peak, planned) else None
 
 
 class _Planner:
@@ -235,16 +192,16 @@ class _Planner:
         self.bound_seconds = min(QUICK_BOUND_SECONDS if settings.quick else BOUND_SECONDS, settings.time_limit_seconds)
         self.chooser: Chooser | None = None
 
-    def plain(self) -> Any:
+    def plain(self) -> tuple[tuple[Point, ...], int]:
         """Make the menus; plain PyTorch's points by block, and cuBLAS's workspaces."""
         given = self.settings, self.found, self.deadline.part(MENUS_SHARE), self.progress, self.link, self.lone
         self.menus = menus_of(self.of, self.kinds, *given)
         plain = {kind: plain_point(self.found[kind.program], kind) for kind in self.menus}
         cublas = max(ready.cublas_bytes or ready.variants_cublas_bytes for ready in self.found.values())
-        return {**content_of([plain[kind] if kind else NOTHING for kind in self.kinds]), "cublas_bytes": cublas}
+        return tuple(plain[kind] if kind else NOTHING for kind in self.kinds), cublas
 
-    def pick(self, least: Step, budget_bytes: int, moments: Sequence[Moment], known: Choice | None) -> Any:
-        """The fastest points that fit, or those with the lowest peak; `Choice.status` and its reason.
+    def pick(self, least: Step, budget_bytes: int, moments: Sequence[Moment], known: Choice | None) -> Choice:
+        """The fastest points that fit, or those with the lowest peak.
 
         Args:
             least: the step with bases that no schedules make smaller.
@@ -258,8 +215,7 @@ class _Planner:
             self.chooser.prove(None)
         elif known is not None:
             self.chooser.prove(known)
-        found = self.chooser.fastest(moments)
-        return {**content_of(found.points), "status": found.status, "reason": found.reason}
+        return self.chooser.fastest(moments)
 
     def _chooser(self, least: Step, budget_bytes: int) -> Chooser:
         made = {key: block_relaxation(ready.captured.program, ready.costs) for key, ready in self.found.items()}
@@ -283,42 +239,39 @@ class _Planner:
         self.chooser.prove(best)
         return self.chooser.bounded(best).bound_seconds
 
-    def records(self, points: Sequence[Point] | None) -> list[Any]:
-        """For every block the content of its schedule file; None if it has no gradient, or where nobody has
-        a schedule.
-        """
+    def records(self, points: Sequence[Point] | None) -> tuple[ScheduleRecord | None, ...]:
+        """For every block its schedule; None if it has no gradient, or where nobody has a schedule."""
         if points is None:
-            return [None] * len(self.kinds)
+            return (None,) * len(self.kinds)
         calls = [block._block_call for block in self.of.blocks]
         every = zip(calls, self.kinds, points, strict=True)
-        return [call and kind and record_of(call, self.found[kind.program], p).content() for call, kind, p in every]
+        return tuple(record_of(call, self.found[kind.program], p) if call and kind else None for call, kind, p in every)
 
 
 def _planned(
     memory: StepMemory, first: Step, kinds: Sequence[Kind | None], settings: Settings, progress: Progress, link: float
-) -> Answer:
+) -> KeptPlan:
     """Plan: a menu for each kind of block, and one choice for all.
 
     Raises:
         InfeasibleError: nothing fits; says what would. ``smallest``: the `KeptPlan` that would.
     """
     planner, sharing = _Planner(memory.of, kinds, settings, progress, link), settings.sharing
-    sent = planned_by(planner.plain, sharing)
-    plain, cublas = read_points(sent), sent["cublas_bytes"]
-    plain_choice = _choice(memory.step_with(plain), plain)
+    plain, cublas = planned_by(planner.plain, sharing, tuple[tuple[Point, ...], int])
+    plain_choice = Choice.of(memory.step_with(plain), plain)
     plain_peak = plain_choice.peak_bytes
     budget = settings.budget.of(plain_peak + cublas)
     pick = partial(planner.pick, memory.least_step(first), budget - cublas)
     best = _chosen(memory, first, pick, budget - cublas, settings, plain_choice)
 
     def kept(budget_bytes: int, bound_seconds: float) -> KeptPlan:
-        contents = planned_by(partial(planner.records, None if best is plain_choice else best.points), sharing)
-        records = tuple(content and ScheduleRecord.of_content(content, "the plan") for content in contents)
-        return KeptPlan(
-            datetime.date.today().isoformat(), budget_bytes, best.peak_bytes + cublas, plain_peak + cublas,
-            plain_choice.seconds, cublas, len({kind.program for kind in kinds if kind}), most_of_rest(first),
-            best.points, records, best.status, bound_seconds,
-        )  # fmt: skip
+        followed = None if best is plain_choice else best.points
+        records = planned_by(partial(planner.records, followed), sharing, tuple[ScheduleRecord | None, ...])
+        promise = BlockPlan(
+            best.peak_bytes, best.moment, budget_bytes, plain_peak + cublas, best.seconds, plain_choice.seconds,
+            len({kind.program for kind in kinds if kind}), best.points, best.status, best.reason, bound_seconds,
+        ).at(best.moments, cublas)  # fmt: skip
+        return KeptPlan(promise, datetime.date.today().isoformat(), cublas, most_of_rest(first), records)
 
     counted = replace(best, peak_bytes=best.peak_bytes + cublas)
     more = why_not_more(memory.of, memory.streaming)
@@ -327,17 +280,11 @@ def _planned(
     except InfeasibleError as error:
         error.smallest = kept(counted.peak_bytes, 0.0)
         raise
-    return kept(budget, planned_by(partial(planner.bound, best), sharing)), best.moments, best.reason
-
-
-def _choice(step: Step, points: tuple[Point, ...], status: ChoiceStatus = "feasible", reason: str = "") -> Choice:
-    """Points with what they cost in a step that is rehearsed with them."""
-    seconds, moments = seconds_of(step, points), moments_of(step, points)
-    return Choice(points, *peak_of(step, points), seconds, 0.0, status, reason, moments)
+    return kept(budget, planned_by(partial(planner.bound, best), sharing, float))
 
 
 def _chosen(
-    memory: StepMemory, first: Step, pick: Callable[..., Any], budget_bytes: int, settings: Settings, plain: Choice
+    memory: StepMemory, first: Step, pick: Callable[..., Choice], budget_bytes: int, settings: Settings, plain: Choice
 ) -> Choice:
     """The fastest points that fit, with the peak of a step in which blocks keep exactly what these points keep; those
     with the lowest peak where none fit.
@@ -349,17 +296,15 @@ def _chosen(
         pick: `_Planner.pick`, given moments and the best choice.
         plain: blocks without schedules, which are taken if nothing else fits.
     """
-    step, picked = first, None
+    step, before = first, None
     best: Choice | None = None
     least: Choice | None = None
     for _ in range(ROUNDS):
-        before = picked
-        picked = planned_by(partial(pick, step.moments, best), settings.sharing)
-        if all_agree(picked == before, settings.sharing):
+        picked = planned_by(partial(pick, step.moments, best), settings.sharing, Choice)
+        if all_agree(before == (before := (picked.points, picked.status, picked.reason)), settings.sharing):
             break
-        points = read_points(picked)
-        step = memory.step_with(points)
-        found = _choice(step, points, picked["status"], picked["reason"])
+        step = memory.step_with(picked.points)
+        found = Choice.of(step, picked.points, picked.status, picked.reason)
         if least is None or found.peak_bytes < least.peak_bytes:
             least = found
         if found.peak_bytes <= budget_bytes and (best is None or found.seconds < best.seconds):

@@ -9,25 +9,31 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..capture.captured import Captured
 from ..compiler.sources import keep
-from ..errors import ScheduleFileError, warn_caller
-from ..files import cache_folder, read_bytes, write_atomically
-from ..ir.json_fields import digest_of_fields, headed, read_as
+from ..errors import InfeasibleError, ScheduleFileError, warn_caller
+from ..files import cache_folder, read_bytes
+from ..ir.json_fields import digest_of_fields, headed, read_as, write_lines
 from ..ir.schedule import Schedule
 from ..ir.schedule_file import InputSpec, ScheduleRecord
 from ..ir.step import Point, Step
-from ..plan.step.choice import ChoiceStatus
+from ..ir.units import Budget, format_seconds
+from ..profile.devices import device_name
+from ..profile.settings import settings_digest
 from .agreement import Sharing, planned_by
 from .planning import Settings
+from .promise import BlockPlan
 
 FORMAT = "monet_like plan"
-VERSION = 8
+VERSION = 9
 #: Said of a quick plan.
 REFINED = " (quickly; all is measured and refined at the next start, or now with effort='full')"
 #: Quick plans that this process has made: to call again is no new start.
@@ -88,7 +94,7 @@ class StepKey:
         quick = self.path(quick=True)
         return settings.refines and quick not in _planned_here and quick.exists()
 
-    def find(self, settings: Settings, fits: Callable[[KeptPlan], bool], whose: str) -> tuple[KeptPlan, Path] | None:
+    def find(self, settings: Settings, fits: Callable[[KeptPlan], bool], whose: str) -> tuple[KeptPlan, str] | None:
         """The plan in the cache that fits, and its file; None if there is none, or a quick one that is to be refined.
 
         A full plan serves where a quick one is wanted.
@@ -104,18 +110,25 @@ class StepKey:
             try:
                 kept = KeptPlan.load(path)
                 if fits(kept):
-                    return kept, path
+                    return kept, str(path)
             except ScheduleFileError as error:
                 warn_caller(f"{whose} planned anew: {error}")
         return None
 
-    def keep(self, plan: KeptPlan, *, quick: bool, sharing: Sharing = "alone") -> Path:
-        """Write a plan into the cache, in one of the processes that plan together; its file."""
+    def keep(self, plan: KeptPlan, *, quick: bool, sharing: Sharing) -> str:
+        """Write a plan into the cache, in one of the processes that plan together, unless the solver may do better at
+        the next start.
+
+        Returns:
+            Where it is kept, in words.
+        """
         path = self.path(quick=quick)
+        if plan.promise.status == "searched" or not any(plan.records):
+            return ""
         planned_by(lambda: keep(plan, path), sharing)
         if quick:
             _planned_here.add(path)
-        return path
+        return f", kept in {path}"
 
 
 @dataclass(frozen=True)
@@ -123,38 +136,25 @@ class KeptPlan:
     """The content of a file: the schedules of a step's pieces, and what they were planned with.
 
     Attributes:
+        promise: for the whole step.
         planned: the day, such as 2026-11-26.
-        budget_bytes: of the whole step.
-        peak_bytes: predicted.
-        plain_peak_bytes, plain_seconds: predicted for the model without schedules.
         cublas_bytes: cuBLAS's workspaces.
-        kinds: how many different programs the pieces have.
         rest_bytes: the most that the rest of the model takes at a moment of the first rehearsal.
-        points: by piece.
         records: by piece; None where it has no gradient.
-        status: of the choice among the pieces' menus, see `Choice`.
-        bound_seconds: see `BlockPlan`.
     """
 
+    promise: BlockPlan
     planned: str
-    budget_bytes: int
-    peak_bytes: int
-    plain_peak_bytes: int
-    plain_seconds: float
     cublas_bytes: int
-    kinds: int
     rest_bytes: int
-    points: tuple[Point, ...]
     records: tuple[ScheduleRecord | None, ...]
-    status: ChoiceStatus
-    bound_seconds: float
 
-    def content(self) -> dict[str, Any]:
-        """Everything that the file holds, as plain builtins. Equal schedules and points are in it once."""
+    def save(self, path: Path) -> None:
+        """Write the file, whole or not at all. Equal schedules and points are in it once."""
         schedules: list[Any] = []
         points: list[Any] = []
         pieces: list[int | None] = []
-        for record, point in zip(self.records, self.points, strict=True):
+        for record, point in zip(self.records, self.promise.points, strict=True):
             if record is None:
                 pieces.append(None)
                 continue
@@ -165,54 +165,78 @@ class KeptPlan:
             if found not in points:
                 points.append(found)
             pieces.append(points.index(found))
-        content = headed(self, FORMAT, VERSION, without="points")
-        del content["records"]
+        content = headed(self, FORMAT, VERSION, without="records")
+        content["promise"] = {name: value for name, value in vars(self.promise).items() if name != "points"}
         content |= {"schedules": schedules, "points": points, "pieces": pieces}
-        return {**content, "sha256": digest_of_fields(content)}
-
-    @staticmethod
-    def of_content(content: Any, path: str) -> KeptPlan:
-        """A plan from what `content` returns, every field of it checked.
-
-        Args:
-            path: where it is from, for people.
-
-        Raises:
-            ScheduleFileError: it is damaged, or of another format or version.
-        """
-        try:
-            if content["format"] != FORMAT or content["version"] != VERSION:
-                raise ValueError(f"it is a {content['format']!r} of version {content['version']!r}")
-            if content["sha256"] != digest_of_fields({name: content[name] for name in content if name != "sha256"}):
-                raise ValueError("its content has another digest than it says")
-            lists = read_as(content, _Lists)
-            schedules = [ScheduleRecord.of_content(record, path) for record in lists.schedules]
-            records = [None if number is None else schedules[lists.points[number][0]] for number in lists.pieces]
-            points = [
-                Point(record.schedule, *lists.points[number][1:]) if record and number is not None else NOTHING
-                for record, number in zip(records, lists.pieces, strict=True)
-            ]
-            return read_as({**content, "points": points, "records": records}, KeptPlan)
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-            raise ScheduleFileError(f"{path} is no whole plan: {error}") from None
-
-    def save(self, path: Path) -> None:
-        """Write the file, whole or not at all."""
-        members = ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in self.content().items())
-        write_atomically(path, f"{{\n{members}\n}}\n".encode())
+        write_lines(path, {**content, "sha256": digest_of_fields(content)})
 
     @staticmethod
     def load(path: Path) -> KeptPlan:
-        """Read a file; nothing in it can run.
+        """Read a file, every field of it checked; nothing in it can run.
 
         Raises:
             ScheduleFileError: missing, damaged, of another format or version.
         """
         try:
             content = json.loads(read_bytes(path, "plan"))
-        except (ValueError, RecursionError) as error:  # the latter: nested too deeply
-            raise ScheduleFileError(f"{path} is no whole plan: no JSON: {error}") from None
-        return KeptPlan.of_content(content, str(path))
+            if content["format"] != FORMAT or content["version"] != VERSION:
+                raise ValueError(f"it is a {content['format']!r} of version {content['version']!r}")
+            if content["sha256"] != digest_of_fields({name: content[name] for name in content if name != "sha256"}):
+                raise ValueError("its content has another digest than it says")
+            lists = read_as(content, _Lists)
+            schedules = [ScheduleRecord.of_content(record, str(path)) for record in lists.schedules]
+            records = [None if number is None else schedules[lists.points[number][0]] for number in lists.pieces]
+            points = [
+                Point(record.schedule, *lists.points[number][1:]) if record and number is not None else NOTHING
+                for record, number in zip(records, lists.pieces, strict=True)
+            ]
+            promise = {**content["promise"], "points": points}
+            return read_as({**content, "promise": promise, "records": records}, KeptPlan)
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+            raise ScheduleFileError(f"{path} is no whole plan: {error}") from None
+
+
+def found_or_planned(
+    key_of: Callable[[Settings], StepKey],
+    settings: Settings,
+    kept: Callable[[StepKey, Settings], tuple[KeptPlan, str] | None],
+    planned: Callable[[Settings], KeptPlan],
+    sharing: Sharing = "alone",
+) -> tuple[KeptPlan, str]:
+    """A step's plan: from the cache, or made now and kept; and which of both, in words.
+
+    Args:
+        key_of: the step's key by settings.
+        kept: looks for the plan of a key in the cache, as `StepKey.find`.
+        planned: makes one. The plan for the budget that its error names is kept as well: another search may find none.
+
+    Raises:
+        InfeasibleError: nothing fits, nor does what an earlier start has found.
+    """
+    started, key = time.monotonic(), key_of(settings)
+    found = kept(key, settings)
+    if found is None:
+        if key.refines(settings):
+            settings = replace(settings, effort="full")
+        try:
+            plan = planned(settings)
+        except InfeasibleError as error:
+            if isinstance(error.smallest, KeptPlan):
+                named = key_of(replace(settings, budget=Budget(error.smallest.promise.budget_bytes)))
+                named.keep(error.smallest, quick=True, sharing=sharing)
+            found = kept(key, replace(settings, effort="quick"))
+            if found is None:
+                raise
+        else:
+            later = REFINED if settings.quick and settings.refines else ""
+            place = key.keep(plan, quick=settings.quick, sharing=sharing)
+            return plan, f"planned in {format_seconds(time.monotonic() - started)}{later}{place}"
+    return found[0], f"reused, planned on {found[0].planned}, from {found[1]}"
+
+
+def here(device: torch.device) -> tuple[str, str]:
+    """`StepKey.device` of a device."""
+    return device_name(device), settings_digest(device)
 
 
 def is_near(found_bytes: int, planned_bytes: int) -> bool:

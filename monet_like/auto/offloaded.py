@@ -16,7 +16,7 @@ from ..ir.mode import OFFLOAD, parse_mode
 from ..ir.schedule import Schedule
 from ..ir.schedule_file import ScheduleRecord
 from ..ir.simulate import Free, running
-from ..ir.step import Step, bytes_on_host, with_offloads
+from ..ir.step import Step, with_offloads
 from ..ir.units import format_bytes
 from ..profile.rates import host_rate
 from ..runtime.frozen_weights import available_bytes
@@ -146,11 +146,6 @@ def offload(of: Blocks, kept: KeptPlan) -> None:
         calls = next((block._offloads for block in of.blocks if block._offloads), None) or OffloadedCalls()
         for block in of.blocks:
             block._offloads = calls
-
-
-def in_words(step: Step, kept: KeptPlan) -> str:
-    """What of a plan is offloaded, for people; "": nothing."""
-    return on_host(bytes_on_host(step, kept.points))
 
 
 def on_host(count: int) -> str:

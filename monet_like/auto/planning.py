@@ -161,6 +161,14 @@ class Settings:
         return self.effort != "full"
 
     @property
+    def key(self) -> tuple[Any, ...]:
+        """What plans depend on, of a whole model and of blocks."""
+        return (
+            self.budget.bytes or self.budget.share, self.mode, self.solver.upper(), self.gap, self.time_limit_seconds,
+            self.optimizer,
+        )  # fmt: skip
+
+    @property
     def refines(self) -> bool:
         """A quick plan of an earlier start is replaced by a full one."""
         return self.effort == "auto"

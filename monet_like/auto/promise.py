@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..ir.schedule_file import ScheduleRecord
 from ..ir.step import Point
@@ -50,6 +50,12 @@ class BlockPlan:
     reason: str = ""
     bound_seconds: float = 0.0
     moments: tuple[tuple[str, int], ...] = ()
+
+    def at(self, moments: tuple[tuple[str, int], ...], more_bytes: int) -> BlockPlan:
+        """The same schedules with a step that takes so much at its moments, and more bytes throughout."""
+        moments = tuple((name, count + more_bytes) for name, count in moments)
+        moment, peak = max(moments, key=lambda entry: entry[1])
+        return replace(self, peak_bytes=peak, moment=moment, moments=moments)
 
     @property
     def gap(self) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import os
 import re
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -28,19 +27,18 @@ from ..ir.mode import NHWC, OFFLOAD, parse_mode
 from ..ir.schedule import Schedule
 from ..ir.schedule_file import PLAIN, ScheduleRecord
 from ..ir.simulate import simulate
-from ..ir.step import Point
-from ..ir.units import Budget, format_apart, format_seconds
+from ..ir.units import format_apart, format_seconds
 from ..plan import Plan, store_all
 from ..plan.step.menus import point_of
 from ..plan.subprogram import has_overlap
 from ..profile.cublas import schedule_multiplies
 from ..profile.devices import device_name
-from ..profile.settings import settings_digest
 from ..replay.checks.compatibility import exceeds, has_liger
 from .kept_pieces import KeptPiece, keep_costs
-from .kept_plans import REFINED, KeptPlan, StepKey, digest_of
+from .kept_plans import KeptPlan, StepKey, digest_of, found_or_planned, here
 from .offloaded import adds_copies, has_room, host_of, on_host
 from .planning import Settings
+from .promise import BlockPlan
 from .rehearsal.plain import plain_peak
 
 
@@ -57,68 +55,52 @@ def plan_or_load(request: Request, settings: Settings, device: torch.device, cap
     On each machine only one process replaces a quick plan of an earlier start by a full one. The others take what is
     there: where they wait for the first, as in ``examples/dist_training.py``, its plan.
     """
-    started = time.monotonic()
     if _local_rank() and settings.refines:
         settings = replace(settings, effort="quick")
-    inputs, layout = input_specs(*request.example), weights_layout(request.model)
-    piece = digest_of(captured, request.autocast, layout, inputs)
+    piece = digest_of(captured, request.autocast, weights_layout(request.model), input_specs(*request.example))
     plain = cache(partial(plain_peak, request, captured))
-    key = _key(request, settings, device, piece, plain() if settings.budget.share else None)
+    only = False
 
-    def fits(kept: KeptPlan) -> bool:
-        (record,) = kept.records if len(kept.records) == 1 else (None,)
-        if record is None or not is_of(record, found := captured_as(record, request, captured), device):
-            raise ScheduleFileError(f"the file has no schedule that fits the program of {request.expression}")
-        return has_room(record, found, device, settings)
+    def key(settings: Settings) -> StepKey:
+        """That of a step of one piece, which is all of it. Models with one program may have other peaks."""
+        more = request.optimizer_in_backward, plain() if settings.budget.share else None, adds_copies(device, settings)
+        return StepKey(((piece, ""),), (1,), (), 0, (*settings.key, *more), here(device))
 
-    def kept(settings: Settings) -> ScheduleRecord | None:
-        if (found := key.find(settings, fits, f"{request.expression} is")) is None:
-            return None
-        (record,), place = found[0].records, found[1]
-        assert record is not None
-        _tell(record, f"from {place}", settings.verbose)
-        return record
+    def kept(key: StepKey, settings: Settings) -> tuple[KeptPlan, str] | None:
+        def fits(plan: KeptPlan) -> bool:
+            (record,) = plan.records if len(plan.records) == 1 else (None,)
+            if record is None or not is_of(record, found := captured_as(record, request, captured), device):
+                raise ScheduleFileError(f"the file has no schedule that fits the program of {request.expression}")
+            return has_room(record, found, device, settings)
 
-    if (record := kept(settings)) is not None:
-        return record
-    quick = settings.quick and not key.refines(settings)
+        return key.find(settings, fits, f"{request.expression} is")
 
-    try:
-        record, point, only = _compiled(request, settings, device, captured, piece, plain, quick=quick)
-    except (InfeasibleError, SolverError) as error:
-        error.plain_peak_bytes = plain() or error.plain_peak_bytes
-        if (named := _named(request, error)) is not None:
-            within = replace(settings, budget=Budget(named[0].budget_bytes))
-            _key(request, within, device, piece, None).keep(_alone(*named), quick=True)
-        if not quick and (record := kept(replace(settings, effort="quick"))) is not None:
-            return record  # the search for a better one has found none that fits
-        raise _in_words(error, request, settings.budget, quick=quick) from None
-    place = key.keep(_alone(record, point), quick=quick)
-    how = f"{format_seconds(time.monotonic() - started)}{REFINED if quick and settings.refines else ''}"
-    _tell(record, f"planned in {how}, kept in {place}", settings.verbose, only)
+    def planned(settings: Settings) -> KeptPlan:
+        nonlocal only
+        try:
+            plan, only = _compiled(request, settings, device, captured, piece, plain)
+            return plan
+        except (InfeasibleError, SolverError) as error:
+            error.plain_peak_bytes = plain() or error.plain_peak_bytes
+            told = _in_words(error, request, settings)
+            told.smallest = _named(request, error)
+            raise told from None
+
+    plan, how = found_or_planned(key, settings, kept, planned)
+    (record,) = plan.records
+    assert record is not None
+    _tell(record, how, settings.verbose, only)
     return record
 
 
-def _key(request: Request, settings: Settings, device: torch.device, piece: str, plain: int | None) -> StepKey:
-    """That of a step of one piece, which is all of it.
-
-    ``plain``: the peak of which the budget is a share; models with one program may have others.
-    """
-    asked = (
-        settings.budget.bytes or settings.budget.share, request.mode, request.solver.upper(), request.gap,
-        request.time_limit_seconds, request.optimizer, request.optimizer_in_backward, plain,
-        adds_copies(device, settings),
-    )  # fmt: skip
-    return StepKey(((piece, ""),), (1,), (), 0, asked, (device_name(device), settings_digest(device)))
-
-
-def _alone(record: ScheduleRecord, point: Point) -> KeptPlan:
+def _alone(ready: Prepared, record: ScheduleRecord) -> KeptPlan:
     """The plan of a step whose only piece follows this schedule."""
-    return KeptPlan(
-        datetime.date.today().isoformat(), record.budget_bytes, record.peak_bytes, record.plain_peak_bytes,
-        record.plain_seconds, record.cublas_bytes, 1, 0, (point,), (record,),
-        "optimal" if record.status == "optimal" else "feasible", record.bound_seconds or 0.0,
+    point = point_of(ready.captured.program, record.schedule, ready.costs)
+    promise = BlockPlan(
+        record.peak_bytes, "", record.budget_bytes, record.plain_peak_bytes, record.seconds, record.plain_seconds, 1,
+        (point,), "optimal" if record.status == "optimal" else "feasible", bound_seconds=record.bound_seconds or 0.0,
     )  # fmt: skip
+    return KeptPlan(promise, datetime.date.today().isoformat(), record.cublas_bytes, 0, (record,))
 
 
 def captured_as(record: ScheduleRecord, request: Request, captured: Captured) -> Captured:
@@ -160,9 +142,7 @@ def _compiled(
     captured: Captured,
     piece: str,
     counted: Callable[[], int | None],
-    *,
-    quick: bool,
-) -> tuple[ScheduleRecord, Point, bool]:
+) -> tuple[KeptPlan, bool]:
     """Plan, with what the store of this device knows; what is measured completely is kept there.
 
     Plain PyTorch's own step is the plan where it fits and no schedule does. Schedules need a little more than it at
@@ -172,13 +152,13 @@ def _compiled(
         counted: plain PyTorch's peak, see `plain_peak`; where it is None the program tells.
 
     Returns:
-        The schedule, its point, and whether nothing fits without copies on the host (`Found.only`).
+        The plan, and whether nothing fits without copies on the host (`Found.only`).
 
     Raises:
         InfeasibleError, SolverError: nothing fits.
         ProfileError: an operator could not be measured.
     """
-    source, budget = Cached.of(device), settings.budget
+    source, budget, quick = Cached.of(device), settings.budget, settings.quick
     eager = counted()
     limit = budget.limit if eager is None else budget.of(eager)
     earlier = settings.earlier.alike(captured) if quick else None
@@ -212,7 +192,7 @@ def _compiled(
                     found = found_for(*faster)
                     plain, seconds = eager or ready.plain.peak_bytes, plain_seconds(ready)
                     record = replace(found.compiled.record, plain_peak_bytes=plain, plain_seconds=seconds)
-                    return record, _point(found.ready, record), found.only
+                    return _alone(found.ready, record), found.only
             try:
                 found = found_for(request, ready)
                 schedules: tuple[Schedule, ...] = ()
@@ -224,13 +204,12 @@ def _compiled(
                         settings.earlier.add(replace(ready, captured=captured), ())
                     settings.earlier.add(ready, schedules)
                 record = replace(found.compiled.record, plain_peak_bytes=eager or ready.plain.peak_bytes)
-                return record, _point(found.ready, record), found.only
+                return _alone(found.ready, record), found.only
             except (InfeasibleError, SolverError) as error:
                 plain = error.plain_peak_bytes = eager or ready.plain.peak_bytes
                 if budget.of(plain) < plain:
                     raise
-                record = _plain_record(request, ready, budget.of(plain), plain)
-                return record, _point(ready, record), False
+                return _alone(ready, _plain_record(request, ready, budget.of(plain), plain)), False
     except OutOfMemory as error:
         tried = re.search(r"[Tt]ried to allocate ([\d.]+ ?\w+)", error.told)
         raise ProfileError(
@@ -240,7 +219,7 @@ def _compiled(
         ) from error
 
 
-def _named(request: Request, error: InfeasibleError | SolverError) -> tuple[ScheduleRecord, Point] | None:
+def _named(request: Request, error: InfeasibleError | SolverError) -> KeptPlan | None:
     """The plan for the memory that an error names; None if it has none."""
     ready, peak = error.found_for, error.smallest_bytes
     if ready is None or peak is None or error.smallest is None or error.plain_peak_bytes is None:
@@ -254,12 +233,7 @@ def _named(request: Request, error: InfeasibleError | SolverError) -> tuple[Sche
     if has_overlap(program) and OFFLOAD not in parse_mode(request.mode):
         request = offloading(request)
     record = make_record(request, ready, Plan(error.smallest, report, "feasible"), peak)
-    record = replace(record, plain_peak_bytes=error.plain_peak_bytes)
-    return record, _point(ready, record)
-
-
-def _point(ready: Prepared, record: ScheduleRecord) -> Point:
-    return point_of(ready.captured.program, record.schedule, ready.costs)
+    return _alone(ready, replace(record, plain_peak_bytes=error.plain_peak_bytes))
 
 
 def _plain_record(request: Request, ready: Prepared, limit: int, peak_bytes: int) -> ScheduleRecord:
@@ -277,16 +251,13 @@ def _plain_record(request: Request, ready: Prepared, limit: int, peak_bytes: int
     )
 
 
-def _in_words(
-    error: InfeasibleError | SolverError, request: Request, budget: Budget, *, quick: bool
-) -> InfeasibleError:
+def _in_words(error: InfeasibleError | SolverError, request: Request, settings: Settings) -> InfeasibleError:
     """An error that nothing fits, of the call and of `monet_like.auto_schedule`'s arguments.
 
     Args:
         error: as the planner raises it.
-        quick: the plan was to be quick.
     """
-    step, smallest, least = "", error.smallest_bytes, None
+    step, smallest, least, budget = "", error.smallest_bytes, None, settings.budget
     if isinstance(error, InfeasibleError):
         step, least = error.step, error.least_bytes
     plain = error.plain_peak_bytes
@@ -305,7 +276,7 @@ def _in_words(
             f"{step or 'what is resident'} alone needs {shown['least']}, parameters, inputs and results included"
         )
     proven = isinstance(error, InfeasibleError) and error.proven
-    searched = "" if proven or not quick else ", effort='full', which searches for longer,"
+    searched = "" if proven or not settings.quick else ", effort='full', which searches for longer,"
     enough = "a larger memory_budget"
     if smallest is not None:
         enough = f"memory_budget={smallest} ({shown['smallest']}), for which a plan was found{'' if searched else ','}"
@@ -320,7 +291,7 @@ _NO_LESS = "; plain PyTorch would do: it needs no more memory"
 _MORE = "; that is more than plain PyTorch takes: memory_budget='100%' plans within its memory"
 
 
-def _tell(record: ScheduleRecord, source: str, verbose: bool | None, only: bool = False) -> None:
+def _tell(record: ScheduleRecord, source: str, verbose: bool | None, only: bool) -> None:
     """Log in one line what a schedule promises and where it is from; also on stderr, if that is wanted.
 
     Args:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from ..errors import ScheduleFileError
-from ..files import read_text
+from ..files import read_text, write_atomically
 
 _Read = TypeVar("_Read")
 
@@ -21,6 +21,12 @@ def headed(record: Any, form: str, version: int, *, without: str) -> dict[str, A
     """The fields of a dataclass as the head of a file's content: format, version, and all but the field ``without``."""
     fields = {name: value for name, value in vars(record).items() if name != without}
     return {"format": form, "version": version, **fields}
+
+
+def write_lines(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a file's content as JSON, one line per field, whole or not at all."""
+    members = ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in content.items())
+    write_atomically(path, f"{{\n{members}\n}}\n".encode())
 
 
 def digest_of_fields(content: dict[str, Any]) -> str:

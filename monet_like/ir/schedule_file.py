@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ScheduleFileError
 from ..files import read_bytes, write_atomically
 from .frames import frame
-from .json_fields import read_as
+from .json_fields import read_as, write_lines
 from .plain_pickle import dump_plain, load_plain
 from .schedule import Schedule
 from .units import format_bytes, format_seconds
@@ -145,8 +145,7 @@ class ScheduleRecord:
 
         `load`, `ScheduleWrapper` and all commands read it, too.
         """
-        members = ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in self.content().items())
-        write_atomically(Path(path), f"{{\n{members}\n}}\n".encode())
+        write_lines(Path(path), self.content())
 
     def content(self) -> dict[str, Any]:
         """Everything that the file holds, as plain builtins."""

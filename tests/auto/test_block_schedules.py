@@ -31,7 +31,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torchvision.models.resnet import BasicBlock
 
 import monet_like
-from monet_like.auto.agreement import _raised, _told, planned_by
+from monet_like.auto.agreement import _raised, _told
 from monet_like.auto.block import BlockSchedule, blocks_of
 from monet_like.auto.promise import BlockPlan
 from monet_like.errors import CaptureError, InfeasibleError, UsageError
@@ -340,4 +340,3 @@ def test_errors_travel_as_plain_data() -> None:
     assert isinstance(found, InfeasibleError) and (found.smallest_bytes, found.step) == (7, "the backward")
     assert isinstance(_raised(_told(UsageError("wrong"))), UsageError)
     assert isinstance(_raised(_told(KeyError("what"))), RuntimeError)
-    assert planned_by(lambda: {"a": (1, 2)}, "same") == {"a": [1, 2]}

@@ -20,7 +20,7 @@ from processes import elsewhere
 from torch import nn
 
 import monet_like
-from monet_like.auto import block_plan, kept_plans, whole_plan
+from monet_like.auto import agreement, block_plan, kept_plans, whole_plan
 from monet_like.auto.block import blocks_of
 from monet_like.auto.kept_plans import KeptPlan
 from monet_like.compiler import pipeline
@@ -69,9 +69,9 @@ def planning_gives(kept: KeptPlan) -> Iterator[list[int]]:
     """Gives that plan instead of planning, and an element whenever one is asked for: for tests of when that happens."""
     calls: list[int] = []
 
-    def give(*_: Any) -> block_plan.Answer:
+    def give(*_: Any) -> KeptPlan:
         calls.append(1)
-        return kept, (("", kept.peak_bytes - kept.cublas_bytes),), ""
+        return kept
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block_plan, "_planned", give)
@@ -134,7 +134,7 @@ def test_a_choice_without_the_solver_is_told_and_not_kept(
     assert not list(cache_folder().glob("plan_*.json"))
     again = monet_like.block_plan(planned(copy.deepcopy(plain)))
     assert again is not None and (again.status, again.reason) == ("optimal", "")
-    assert KeptPlan.load(kept_file()).status == "optimal"
+    assert KeptPlan.load(kept_file()).promise.status == "optimal"
 
 
 def _other_activation(model: Any) -> None:
@@ -176,19 +176,6 @@ def test_other_weights_and_texts_of_the_rest_reuse_the_plan(started: Path, menus
 
 
 @pytest.mark.slow
-def test_a_full_plan_serves_a_quick_start(menus: list[int]) -> None:
-    def start(budget: str, effort: str) -> None:
-        planned(Decoder(blocks=1), budget, effort=effort, time_limit_seconds=1.0)
-
-    start("100%", "full")
-    start("100%", "quick")
-    assert len(menus) == 1
-    start("90%", "quick")
-    start("90%", "full")
-    assert len(menus) == 3  # a quick one does not serve where a full one is wanted
-
-
-@pytest.mark.slow
 def test_a_quick_plan_is_refined_at_the_next_start(monkeypatch: pytest.MonkeyPatch) -> None:
     efforts: list[bool] = []
     own = block_plan.menus_of
@@ -208,7 +195,10 @@ def test_a_quick_plan_is_refined_at_the_next_start(monkeypatch: pytest.MonkeyPat
         assert efforts == [True, False]
     kept_plans._planned_here.clear()
     planned(Decoder(blocks=1), "100%", effort="quick")
-    assert efforts == [True, False]
+    assert efforts == [True, False]  # a full one serves a quick start
+    for effort in ("quick", "full"):
+        planned(Decoder(blocks=1), "90%", effort=effort)
+    assert efforts == [True, False, True, False]  # but not the other way round
 
 
 @pytest.mark.slow
@@ -219,7 +209,7 @@ def test_a_damaged_file_is_planned_anew_with_a_warning(started: Path, menus: lis
         with pytest.warns(UserWarning, match=r"the blocks of Decoder are planned anew: .* is no whole plan:"):
             mine = planned(copy.deepcopy(plain))
         assert_same_step(plain, mine, tokens())
-        assert KeptPlan.load(started).points  # it has been replaced
+        assert KeptPlan.load(started).promise.points  # it has been replaced
 
     for damaged in (b"", b"[]", b"\xff\xfe", b"[" * 100_000, whole.replace(b'"points"', b'"dots"')):
         started.write_bytes(damaged)
@@ -229,6 +219,18 @@ def test_a_damaged_file_is_planned_anew_with_a_warning(started: Path, menus: lis
     started.write_bytes(whole[: len(whole) // 2])
     start()
     assert len(menus) == 1
+
+
+def test_plans_travel_as_plain_data(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two processes that plan together, the one that sends."""
+    sent: list[list[str]] = []
+    monkeypatch.setattr(agreement, "processes", lambda: 2)
+    monkeypatch.setattr(agreement.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(agreement.dist, "broadcast_object_list", lambda texts, src: sent.append(texts))
+    kept = KeptPlan.load(started)
+    assert any(point.schedule.rerun_count for point in kept.promise.points) and len(kept.promise.moments) > 2 * 3
+    assert agreement.planned_by(lambda: kept, "same", KeptPlan) == kept
+    assert json.loads(*sent[0])["result"]["records"][0]["model"] == "Short"
 
 
 def test_no_changed_byte_is_read(tmp_path: Path) -> None:
@@ -314,7 +316,8 @@ def test_whole_models_of_equal_programs_share_a_plan(monkeypatch: pytest.MonkeyP
 
     schedule, kept = start(_One)
     assert start(_Other) == (schedule, kept) and asked == ["_One"]
-    assert [point.schedule for point in kept.points] == [schedule] and kept.points[0].backward_peak_bytes > 0
+    (point,) = kept.promise.points
+    assert point.schedule == schedule and point.backward_peak_bytes > 0
     start(_Other, width=24)
     start(_Other, budget="110%")
     assert asked == ["_One", "_Other", "_Other"]

@@ -52,7 +52,8 @@ def test_one_line_says_what_was_planned_and_where_it_is_kept(
     assert re.search(f"^monet_like: {promise}{kept}$", line, re.M), line
     monet_like.auto_schedule(net(), x, memory_budget="100%", mode="normal", verbose=True)
     line = capsys.readouterr().err
-    assert re.search(rf"^monet_like: {promise}from \S+plan_\w+_quick\.json; {costs}$", line, re.M), line
+    kept = rf"reused, planned on [\d-]+, from \S+plan_\w+_quick\.json; {costs}"
+    assert re.search(f"^monet_like: {promise}{kept}$", line, re.M), line
     assert [record.levelname for record in caplog.records if record.name == "monet_like"] == ["INFO", "INFO"]
 
 

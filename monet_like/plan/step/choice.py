@@ -31,7 +31,17 @@ from typing import Any, Literal
 
 from ...errors import InfeasibleError, warn_caller
 from ...ir.defaults import SOLVER
-from ...ir.step import Moment, Point, Step, bytes_on_host, peak_of, seconds_of, streamed_bytes, without_offloads
+from ...ir.step import (
+    Moment,
+    Point,
+    Step,
+    bytes_on_host,
+    moments_of,
+    peak_of,
+    seconds_of,
+    streamed_bytes,
+    without_offloads,
+)  # fmt: skip
 from ...ir.units import format_bytes
 from ...solvers.interface import Solution, solve
 from ...solvers.matrix import Builder, Expr, total
@@ -62,7 +72,7 @@ class Choice:
             `monet_like.plan.proven_choice`, of all.
         status: how well it is known to be the fastest, or of `smallest` to have the lowest peak.
         reason: where it was ``searched``: why the solver found nothing, in its own words.
-        moments: name and bytes of every moment, for people; none: not asked for.
+        moments: name and bytes of every moment, for people.
     """
 
     points: tuple[Point, ...]
@@ -73,6 +83,15 @@ class Choice:
     status: ChoiceStatus = "optimal"
     reason: str = ""
     moments: tuple[tuple[str, int], ...] = ()
+
+    @staticmethod
+    def of(
+        step: Step, points: tuple[Point, ...], status: ChoiceStatus = "feasible", reason: str = "",
+        bound_seconds: float = 0.0,
+    ) -> Choice:  # fmt: skip
+        """Points with what they promise in a step."""
+        seconds, moments = seconds_of(step, points), moments_of(step, points)
+        return Choice(points, *peak_of(step, points), seconds, bound_seconds, status, reason, moments)
 
     def check_fits(self, budget_bytes: int, solver: str, more: str = "") -> None:
         """Refuse a budget that this choice, the one with the lowest peak that was found, exceeds.
@@ -146,7 +165,7 @@ def _fastest(
     points = tuple(min(menu, key=lambda p: p.numbers) for menu in step.menus)
     seconds = seconds_of(step, points)
     if peak_of(step, points)[0] <= budget_bytes:
-        return _choice(step, points, seconds)
+        return Choice.of(step, points, "optimal", bound_seconds=seconds)
     bound, unit = 0.0, seconds / len(step.pieces) or 1.0
     target = {"objective_target": enough_seconds / unit} if enough_seconds and solver.upper() == "HIGHS" else None
     ends, gap = time.monotonic() + time_limit_seconds, GAP if way is None else STREAMING_GAP
@@ -162,7 +181,7 @@ def _fastest(
         if found.x is None and found.status != "infeasible":
             _tell_failure(solver, found)
             searched = _searched(step, way, budget_bytes)
-            return None if searched is None else _choice(step, searched, seconds, "searched", found.message)
+            return None if searched is None else Choice.of(step, searched, "searched", found.message, seconds)
         if found.x is None:
             return None
         points = _points(step, columns, found.x)
@@ -172,7 +191,7 @@ def _fastest(
         if peak_of(step, points)[0] <= budget_bytes:
             mine = seconds_of(step, points)
             status = "optimal" if mine <= enough_seconds else _known(found)
-            return _choice(step, points, min(bound, mine), status)
+            return Choice.of(step, points, status, bound_seconds=min(bound, mine))
     return None
 
 
@@ -181,13 +200,6 @@ def _streaming(step: Step, way: Streams | None, builder: Builder) -> tuple[list[
     if way is not None:
         return way.rows(builder)
     return [], [Expr(float(streamed_bytes(step, [menu[0] for menu in step.menus])))]
-
-
-def _choice(
-    step: Step, points: tuple[Point, ...], bound_seconds: float, status: ChoiceStatus = "optimal", reason: str = ""
-) -> Choice:
-    """The points with what they promise."""
-    return Choice(points, *peak_of(step, points), seconds_of(step, points), bound_seconds, status, reason)
 
 
 def _known(found: Solution) -> ChoiceStatus:
@@ -268,10 +280,10 @@ def _smallest(step: Step, way: Streams | None, solver: str, time_limit_seconds: 
     found = solve(builder.finish(1.0), solver, time_limit_seconds=time_limit_seconds, gap=SPARE)
     if found.x is None:
         _tell_failure(solver, found)
-        return _choice(step, lean, 0.0, "searched", found.message)
+        return Choice.of(step, lean, "searched", found.message)
     taken = _points(step, columns, found.x)
     points = min(lean, taken if way is None else way.taken(taken, streamed, found.x), key=lambda p: peak_of(step, p))
-    return _choice(step, points, 0.0, _known(found))
+    return Choice.of(step, points, _known(found))
 
 
 def _program(step: Step, unit: float | None) -> tuple[Builder, list[list[Expr]]]:
