@@ -26,10 +26,12 @@ import monet_like
 from benchmarks.contenders import under_budget
 from benchmarks.work import LanguageModel, images, tokens
 from monet_like.capture.example_inputs import Example
-from monet_like.compiler.pipeline import compile_schedule
 from monet_like.compiler.request import Request
+from monet_like.compiler.sources import Given
 from monet_like.errors import InfeasibleError
 from monet_like.ir.defaults import MODE
+from monet_like.ir.units import Budget
+from monet_like.job.job import Job
 from monet_like.replay.verify.steps import step_peak, step_seconds, train_step
 from monet_like.replay.wrapper import ScheduleWrapper
 
@@ -83,11 +85,11 @@ def table(name: str, share: float, settings: list[float], mode: str, steps: int,
     request = Request(model, example, mode, solver="HIGHS", time_limit_seconds=seconds, profile_batch=batch)
     print(f"\n{name}, {description}, {mode}, schedule for {100 * share:.0f} % of plain PyTorch's peak\n")
     try:
-        found = compile_schedule(request, lambda plain: int(share * plain), CPU)
+        found = Job(request, CPU, Given(None)).plan(Budget(share=share))
     except InfeasibleError as error:
         print(f"{str(error).split(';')[0]}.\n")
         return
-    wrap = partial(ScheduleWrapper, solution_file=found.record, example=example, captured=found.captured)
+    wrap = partial(ScheduleWrapper, solution_file=found.record, example=example, captured=found.ready.captured)
     runs: dict[str, nn.Module] = {"plain PyTorch": copy.deepcopy(model), "schedule, eager": wrap(copy.deepcopy(model))}
     started = time.perf_counter()
     scheduled = wrap(copy.deepcopy(model), backend="inductor")

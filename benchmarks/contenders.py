@@ -185,9 +185,10 @@ def ours(
 
     With ``graphs`` as CUDA graphs.
     """
-    from monet_like.compiler.pipeline import compile_schedule
     from monet_like.compiler.request import Request
+    from monet_like.compiler.sources import Given
     from monet_like.ir.profile_file import Profile
+    from monet_like.job.job import Job as Compiler
     from monet_like.replay.graphs.cuda import cuda_graphs
     from monet_like.replay.wrapper import ScheduleWrapper
 
@@ -196,11 +197,11 @@ def ours(
         profile_batch=job.batch, threads=torch.get_num_threads(), autocast=job.autocast,
     )  # fmt: skip
     profile = Profile.load(job.costs_file) if job.profiles else None
-    found = compile_schedule(request, job.budget_bytes or 2**50, job.device, profile=profile)
+    found = Compiler(request, job.device, Given(profile)).plan(job.budget_bytes or 2**50)
     started = time.perf_counter()
-    module = ScheduleWrapper(model, found.record, example=example, captured=found.captured, backend=backend)
+    module = ScheduleWrapper(model, found.record, example=example, captured=found.ready.captured, backend=backend)
     wrapping = time.perf_counter() - started
-    seconds = sum(s for stage, s in found.stage_seconds.items() if stage != "profile") + wrapping
+    seconds = sum(s for stage, s in found.compiled.stage_seconds.items() if stage != "profile") + wrapping
     record = found.record
     gap = -1.0 if record.gap is None else record.gap
     if graphs:

@@ -36,11 +36,13 @@ from monet_like.capture.captured import Captured
 from monet_like.capture.example_inputs import Example
 from monet_like.cli.inspect import show_record
 from monet_like.cli.terminal import Terminal
-from monet_like.compiler.pipeline import compile_schedule
 from monet_like.compiler.request import Request, captured_for
+from monet_like.compiler.sources import Given
 from monet_like.errors import InfeasibleError, MonetError, SolverError
 from monet_like.ir.profile_file import Profile
 from monet_like.ir.schedule_file import ScheduleRecord
+from monet_like.ir.units import Budget
+from monet_like.job.job import Job
 from monet_like.profile.devices import DEVICES
 from monet_like.profile.roofline import roofline
 from monet_like.profile.settings import versions
@@ -125,9 +127,7 @@ def subjects() -> tuple[Subject, ...]:
 def _planned(request: Request, captured: Captured, profile: Profile, share: float) -> ScheduleRecord | None:
     """A schedule within a share of plain PyTorch's peak, if one is found."""
     try:
-        return compile_schedule(
-            request, lambda plain: int(share * plain), CPU, profile=profile, captured=captured
-        ).record
+        return Job(request, CPU, Given(profile), captured=captured).plan(Budget(share=share)).record
     except (InfeasibleError, SolverError):
         return None
 
@@ -386,9 +386,7 @@ class Mutations:
         self._watching = False
         request = subject.request(draw.choice(("store_all", "chen_sqrt", "heuristic")))
         share = draw.choice(BUDGETS)
-        compiled = compile_schedule(
-            request, lambda plain: int(share * plain), CPU, profile=profile, captured=subject.captured
-        )
+        compiled = Job(request, CPU, Given(profile), captured=subject.captured).plan(Budget(share=share))
         return self._trained(subject, compiled.record)
 
 

@@ -15,11 +15,13 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from monet_like.capture.captured import fake_mode
-from monet_like.compiler.pipeline import Compiled, compile_schedule
 from monet_like.compiler.request import Request
+from monet_like.compiler.sources import Given
 from monet_like.ir.defaults import MODE
 from monet_like.ir.simulate import Report
-from monet_like.ir.units import GIB
+from monet_like.ir.units import GIB, Budget
+from monet_like.job.job import Job
+from monet_like.job.solved import SolvedPlan
 from monet_like.profile.devices import DEVICES
 from scripts import house
 
@@ -108,7 +110,7 @@ def draw_memory(path: Path) -> None:
     found = compiled()
     figure, axes = pyplot.subplots(figsize=(8.6, 3.6), layout="constrained")
     for report, label, colour in (
-        (found.plain, "plain PyTorch", "#888888"),
+        (found.ready.plain, "plain PyTorch", "#888888"),
         (found.plan.report, "schedule", "#1f77b4"),
     ):
         clock, level = timeline(report)
@@ -241,13 +243,13 @@ def save_with_legend(figure: pyplot.Figure, axes: pyplot.Axes, path: Path) -> No
     save(figure, path)
 
 
-def compiled() -> Compiled:
+def compiled() -> SolvedPlan:
     """ResNet-18 planned by the local search, which gives the same plan every time."""
     model = torchvision.models.resnet18().train()
     with fake_mode():
         images = torch.empty(BATCH, 3, 224, 224)
     request = Request(model, ((images,), {}), MODE, strategy="heuristic", target=torch.device("cuda", 0))
-    return compile_schedule(request, lambda plain: int(SHARE * plain), torch.device("cpu"), profile=DEVICES["a100"])
+    return Job(request, torch.device("cpu"), Given(DEVICES["a100"])).plan(Budget(share=SHARE))
 
 
 def timeline(report: Report) -> tuple[list[float], list[float]]:

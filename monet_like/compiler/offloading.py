@@ -28,7 +28,7 @@ from .request import Request, readmitted
 #: Copies are taken only if the step takes less than this share of the time without them: so far off predictions may be.
 WORTH = 0.97
 
-Compile = Callable[..., tuple[Prepared, Compiled]]
+Compile = Callable[..., Compiled]
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,18 @@ class Found:
     """A plan.
 
     Attributes:
-        request, ready: what it is of, with `OFFLOAD` in the mode if it has copies on the host.
-        compiled: the plan.
+        request, compiled: what it is of, with `OFFLOAD` in the mode if it has copies on the host; and the plan.
         only: nothing was found that fits without copies.
     """
 
     request: Request
-    ready: Prepared
     compiled: Compiled
     only: bool = False
+
+    @property
+    def ready(self) -> Prepared:
+        """The program and its costs."""
+        return self.compiled.ready
 
     @cached_property
     def unlimited(self) -> Report:
@@ -80,11 +83,11 @@ def planned(
         InfeasibleError, SolverError: nothing fits; names the smaller of the budgets that are enough.
     """
     if host is None:
-        return Found(request, *compiled(request, ready))
+        return Found(request, compiled(request, ready))
     failure: InfeasibleError | SolverError | None = None
     best: Found | None = None
     try:
-        best = Found(request, *compiled(request, ready))
+        best = Found(request, compiled(request, ready))
     except (InfeasibleError, SolverError) as error:
         failure = error
     may = _may_fit(ready, budget_bytes, failure) if best is None else _may_gain(best)
@@ -112,7 +115,7 @@ def _planned_with_copies(
     other, program = with_copies(request, ready, host)
     # The copies' times are no measurements that a later plan may reuse.
     options = {"save_profile": None, "prices": PRICES[1:], "host_bytes": host.room_bytes}
-    found = Found(other, *compiled(other, program, **options), only=without is None)
+    found = Found(other, compiled(other, program, **options), only=without is None)
     report = found.compiled.plan.report
     is_worth = without is None or (report.seconds < WORTH * _seconds(without) and report.host_bytes > 0)
     if not is_worth:

@@ -41,53 +41,24 @@ from .request import Request, captured_for, in_autograd_order
 
 @dataclass(frozen=True, repr=False)
 class Compiled:
-    """Result of `compile_schedule`: the program, its costs, the plan and the schedule record.
+    """Result of `compile_prepared`.
 
     Attributes:
-        captured: the program with the admitted variants.
-        costs: of all its tasks.
+        ready: the program, with the workspaces that were measured for the plan.
         plan: the schedule, judged, and how it was found.
-        plain: the simulator's report on plain PyTorch's schedule.
         record: what a schedule file would hold.
-        stage_seconds: wall seconds of capture, profile and the plan's stages.
     """
 
     __repr__ = short_repr
 
-    captured: Captured
-    costs: Mapping[str, Cost]
+    ready: Prepared
     plan: Plan
-    plain: Report
     record: ScheduleRecord
-    stage_seconds: Mapping[str, float]
 
-
-def compile_schedule(
-    request: Request,
-    budget: int | Callable[[int], int],
-    device: torch.device,
-    *,
-    profile: Profile | DeviceLimits | None = None,
-    save_profile: Callable[[Profile], None] | None = None,
-    captured: Captured | None = None,
-    quick: bool = False,
-) -> Compiled:
-    """Capture, profile and plan a request, and return the schedule record.
-
-    Args:
-        budget: bytes, or a function from plain PyTorch's peak to bytes.
-        device: to measure on.
-        profile: an earlier profile, what it lacks being measured; or a device's rates, nothing being measured.
-        save_profile: called with the profile as soon as something was measured.
-        captured: `captured_for` this request, if that is at hand.
-        quick: plan in about ten seconds, from costs that are partly estimated (`monet_like.compiler.quick`) and by the
-            local search; where that finds nothing also by the integer program, for at most `QUICK_SECONDS` in all.
-            Memory is as exact as otherwise. Nothing is saved.
-    """
-    ready = prepare(
-        request, device, profile=profile, save_profile=save_profile, captured=captured, budget=budget, quick=quick
-    )
-    return compile_prepared(request, ready, budget, device, quick=quick, save_profile=save_profile)[1]
+    @property
+    def stage_seconds(self) -> Mapping[str, float]:
+        """Wall seconds of capture, profile and the plan's stages."""
+        return {**self.ready.stage_seconds, **self.plan.stage_seconds}
 
 
 def compile_prepared(
@@ -101,11 +72,17 @@ def compile_prepared(
     progress: Progress | None = None,
     plan_progress: Callable[[str], None] | None = None,
     **options: Any,
-) -> tuple[Prepared, Compiled]:
-    """The last part of `compile_schedule`: plan what is prepared; ``options`` are those of the strategy.
+) -> Compiled:
+    """Plan what is prepared.
 
-    Returns:
-        The program, with the workspaces that were measured for the plan, and the plan.
+    Args:
+        budget: bytes, or a function from plain PyTorch's peak to bytes.
+        device: to measure on.
+        quick: plan in about ten seconds, from costs that are partly estimated (`monet_like.compiler.quick`) and by the
+            local search; where that finds nothing also by the integer program, for at most `QUICK_SECONDS` in all.
+            Memory is as exact as otherwise. Nothing is saved.
+        save_profile: called with the profile when workspaces were measured for the plan.
+        options: of the strategy.
     """
     limit = budget if isinstance(budget, int) else budget(ready.plain.peak_bytes)
     before = ready.profile
@@ -116,9 +93,7 @@ def compile_prepared(
         ready, found = plan_settled(ready, request, limit, device, search, MOST_FULL_PLANS, progress)
         if save_profile and ready.profile is not before:
             save_profile(as_filed(ready.profile))
-    record = make_record(request, ready, found, limit)
-    stages = {**ready.stage_seconds, **found.stage_seconds}
-    return ready, Compiled(ready.captured, ready.costs, found, ready.plain, record, stages)
+    return Compiled(ready, found, make_record(request, ready, found, limit))
 
 
 def plan_for(
@@ -278,9 +253,12 @@ def prepare(
     quick_seconds: float = inf,
     earlier: Prepared | None = None,
 ) -> Prepared:
-    """Capture and profile; see `compile_schedule`.
+    """Capture and profile.
 
     Args:
+        profile: an earlier profile, what it lacks being measured; or a device's rates, nothing being measured.
+        save_profile: called with the profile as soon as something was measured.
+        captured: `captured_for` this request, if that is at hand.
         budget: if it is known; what is proven not to fit is refused before any time is measured.
         quick: costs as of `quick_costs`; plain PyTorch's peak is exact. Rates of a device are quick anyway.
         quick_seconds: wall seconds for these costs.

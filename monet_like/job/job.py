@@ -142,15 +142,15 @@ class Job:
             else:
                 ready = self._ready = self._ready or self._prepared(limit, progress, request)
             progress.at("plan", most=QUICK_SECONDS if quick else request.time_limit_seconds)
-            ready, found = compile_prepared(
+            found = compile_prepared(
                 request, ready, limit, self.device, quick=quick, save_profile=self.source.save,
                 progress=progress.profiling, plan_progress=progress.planning, **options,
             )  # fmt: skip
         if quick and self._ready is None:
-            self._quick = ready
+            self._quick = found.ready
         else:
-            self._ready = ready
-        return SolvedPlan(found, ready, request, self.device, self.progress)
+            self._ready = found.ready
+        return SolvedPlan(found, request, self.device, self.progress)
 
     def pareto(
         self,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..compiler.pipeline import Compiled
-from ..compiler.prepared import Prepared, with_workspaces_of
+from ..compiler.prepared import with_workspaces_of
 from ..compiler.progress import Progress
 from ..compiler.request import Request
 from ..errors import UsageError
@@ -41,12 +41,11 @@ class SolvedPlan:
     def __init__(
         self,
         compiled: Compiled,
-        ready: Prepared,
         request: Request,
         device: torch.device,
         progress: Callable[[], AbstractContextManager[Progress]],
     ) -> None:
-        self.compiled, self.ready, self.request, self.device = compiled, ready, request, device
+        self.compiled, self.ready, self.request, self.device = compiled, compiled.ready, request, device
         self._progress = progress
 
     @property

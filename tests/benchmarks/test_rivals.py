@@ -30,9 +30,10 @@ from benchmarks.report import pareto, trusted
 from benchmarks.rows import Point, Trial, merged, read_rows, write_rows
 from benchmarks.work import WORK, Job
 from benchmarks.worker import Verdict, judge
-from monet_like.compiler.pipeline import compile_schedule
 from monet_like.compiler.request import Request
+from monet_like.compiler.sources import Given
 from monet_like.ir.schedule_file import InputSpec
+from monet_like.job.job import Job as Compiler
 from monet_like.profile.devices import DEVICES
 from scripts import gpu_check
 
@@ -398,7 +399,7 @@ def test_the_gpu_check_replays_and_profiles_without_a_solver(tmp_path: Path, mon
     monkeypatch.delitem(sys.modules, "cvxpy", raising=False)  # of another test in this process
     example = ((torch.randn(2, 3, 16, 16),), {})
     request = Request(residual(), example, "normal", f"{HELPERS}/chain.py:residual", strategy="store_all")
-    found = compile_schedule(request, 2**40, torch.device("cpu"), profile=DEVICES["cpu"])
+    found = Compiler(request, torch.device("cpu"), Given(DEVICES["cpu"])).plan(2**40)
     found.record.save(tmp_path / "solutions" / "a.pkl")
     (tmp_path / "solutions" / "b.pkl").write_bytes(b"no schedule")
     words = ["--out", tmp_path, "--solutions", tmp_path / "solutions", "--models", "residual", "--device", "cpu"]

@@ -11,9 +11,10 @@ from training import run, twin
 import monet_like
 from monet_like.capture.captured import Captured
 from monet_like.capture.lower.step import capture
-from monet_like.compiler.pipeline import compile_schedule
 from monet_like.compiler.request import Request
+from monet_like.compiler.sources import Given
 from monet_like.errors import UsageError
+from monet_like.job.job import Job
 from monet_like.plan import store_all
 from monet_like.plan.random_schedules import random_schedule
 from monet_like.profile.devices import DEVICES
@@ -114,8 +115,8 @@ def test_planned_within_a_budget(kind: str) -> None:
     model = net(*[kind, ""] * 3).train()
     x = torch.randn(64, 3, 24, 24)
     request = Request(model, ((x,), {}), "inplace_multiway_newnode", solver="HIGHS", time_limit_seconds=10)
-    found = compile_schedule(request, lambda peak: int(0.8 * peak), CPU, profile=DEVICES["cpu"])
-    assert found.record.peak_bytes <= 0.8 * found.plain.peak_bytes
+    found = Job(request, CPU, Given(DEVICES["cpu"])).plan("80%")
+    assert found.record.peak_bytes <= 0.8 * found.ready.plain.peak_bytes
     wrapped = ScheduleWrapper(twin(model), found.record)
     assert max(run(twin(model), (x,), {}).differences(run(wrapped, (x,), {})).values()) == 0.0
 

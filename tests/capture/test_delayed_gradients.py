@@ -19,12 +19,13 @@ from monet_like.capture.captured import Captured
 from monet_like.capture.lower.delayed_gradients import _least_bytes, find_delayed_gradients
 from monet_like.capture.lower.step import capture
 from monet_like.compiler.costs import to_profile
-from monet_like.compiler.pipeline import compile_schedule
 from monet_like.compiler.request import Request, captured_for, in_autograd_order
-from monet_like.compiler.sources import Cached
+from monet_like.compiler.sources import Cached, Given
 from monet_like.errors import InfeasibleError, ScheduleFileError
 from monet_like.ir.program import FREE, Cost
 from monet_like.ir.schedule_file import ScheduleRecord
+from monet_like.ir.units import Budget
+from monet_like.job.job import Job
 from monet_like.plan.budgets import smallest_budget
 from monet_like.replay.verify.steps import step_peak
 
@@ -61,7 +62,7 @@ def solved(
     model: nn.Module, budget: float, made_last: tuple[str, ...] | None = None, batch: int = 32
 ) -> ScheduleRecord:
     request = Request(model, ((images(batch),), {}), MODE, solver="HIGHS", made_last=made_last)
-    return compile_schedule(request, lambda plain: int(budget * plain), CPU).record
+    return Job(request, CPU, Given(None)).plan(Budget(share=budget)).record
 
 
 def test_a_large_weights_gradient_is_made_last_and_plain_pytorch_keeps_its_order() -> None:

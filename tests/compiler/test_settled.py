@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,11 +13,12 @@ from torch import nn
 from monet_like.capture.captured import Captured, distinct_tasks
 from monet_like.compiler import pipeline, quick
 from monet_like.compiler.costs import inputs_on, measured_costs
-from monet_like.compiler.pipeline import compile_schedule, prepare
+from monet_like.compiler.pipeline import prepare
 from monet_like.compiler.request import Request, captured_for
 from monet_like.ir.profile_file import Profile
 from monet_like.ir.program import Cost
 from monet_like.ir.simulate import simulate
+from monet_like.job.job import Job
 from monet_like.plan.baseline import plain_report
 from monet_like.profile.profiler import measure
 from monet_like.profile.scaling import Scaling
@@ -73,16 +75,13 @@ def test_peaks_are_exact_though_a_small_batch_was_measured(
     plain = plain_report(captured.plain, exact, 0, autograd_nodes=captured.autograd_nodes).peak_bytes
     for share in (90, 60):
         saved: list[Profile] = []
-
-        def budget(plain_peak_bytes: int, share: int = share) -> int:
-            return plain_peak_bytes * share // 100
-
-        compiled = compile_schedule(request, budget, CPU, captured=captured, save_profile=saved.append, quick=quickly)
+        job = Job(request, CPU, SimpleNamespace(known=None, save=saved.append), captured=captured)
+        compiled = job.plan(f"{share}%", strategy="milp" if quickly else None, quick=quickly)
         record = compiled.record
         assert record.plain_peak_bytes == plain
         assert record.peak_bytes == simulate(captured.program, record.schedule, exact).peak_bytes
         assert record.peak_bytes <= record.budget_bytes == plain * share // 100
-        guesses = [key for key in exact if compiled.costs[key].workspace_bytes != exact[key].workspace_bytes]
+        guesses = [key for key in exact if compiled.ready.costs[key].workspace_bytes != exact[key].workspace_bytes]
         assert wrong or guesses
         if not quickly:
             settled = exact.keys() - saved[-1].scaled

@@ -35,12 +35,14 @@ import monet_like
 from monet_like.auto import offloaded
 from monet_like.compiler import layouts
 from monet_like.compiler.costs import measured_costs
-from monet_like.compiler.pipeline import compile_schedule
 from monet_like.compiler.request import Request, captured_for
+from monet_like.compiler.sources import Given
 from monet_like.errors import MonetError
 from monet_like.ir.defaults import MODE
 from monet_like.ir.program import Cost
 from monet_like.ir.simulate import running as moments
+from monet_like.ir.units import Budget
+from monet_like.job.job import Job
 from monet_like.models.unet import UNet
 from monet_like.profile.cublas import measured_bytes
 from monet_like.profile.devices import DEVICES
@@ -656,8 +658,7 @@ def by_rates(name: str) -> dict[str, Any]:
     captured = captured_for(request, example)
     found: dict[str, Any] = {"variants": [], "predicted": [], "asked": []}
     for share in (0.9, 0.6, 0.45):
-        budget = partial(lambda share, plain: int(share * plain), share)
-        record = compile_schedule(request, budget, CUDA, profile=DEVICES["h100"], captured=captured).record
+        record = Job(request, CUDA, Given(DEVICES["h100"]), captured=captured).plan(Budget(share=share)).record
         wrapped = monet_like.ScheduleWrapper(model, record, example=example, captured=captured)
         found["variants"] += [running.task.variant for running in moments(captured.program, record.schedule, Free())]
         found["predicted"].append(record.peak_bytes - record.extra_bytes)
@@ -702,7 +703,7 @@ def saved(path: str) -> dict[str, Any]:
     """A schedule of a small net in a file, from a datasheet's rates."""
     model, example = torchvision.models.resnet18().to(CUDA), ((image(2, 64),), {})
     request = Request(model, example, "normal", "torchvision.models.resnet18()", strategy="store_all")
-    compile_schedule(request, 2**40, CUDA, profile=DEVICES["h100"]).record.save(Path(path))
+    Job(request, CUDA, Given(DEVICES["h100"])).plan(2**40).record.save(Path(path))
     return {}
 
 

@@ -12,8 +12,9 @@ import torch
 import torchvision
 
 import monet_like
-from monet_like.compiler.pipeline import compile_schedule
 from monet_like.compiler.request import Request
+from monet_like.compiler.sources import Given
+from monet_like.job.job import Job
 from monet_like.profile.devices import DEVICES
 from monet_like.replay.graphs.model import WARM_UP
 
@@ -31,7 +32,7 @@ def test_results_gradients_and_masks_are_the_same() -> None:
     model = torchvision.models.VisionTransformer(128, 16, 3, 4, 128, 512, dropout=0.1).cuda()
     request = Request(model, ((images(0),), {}), "inplace_multiway_newnode", strategy="store_all")
     device = torch.device("cuda", torch.cuda.current_device())
-    record = compile_schedule(request, lambda plain: plain, device, profile=DEVICES["a100"]).record
+    record = Job(request, device, Given(DEVICES["a100"])).plan("100%").record
     usual, graphed = (monet_like.ScheduleWrapper(copy.deepcopy(model), record) for _ in range(2))
     monet_like.cuda_graphs(graphed)
     nets = {net: torch.optim.SGD(net.parameters(), 0.01) for net in (usual, graphed)}

@@ -13,8 +13,9 @@ import torchvision
 
 import monet_like
 from monet_like.build import library_path
-from monet_like.compiler.pipeline import compile_schedule
 from monet_like.compiler.request import Request
+from monet_like.compiler.sources import Given
+from monet_like.job.job import Job
 from monet_like.profile.devices import DEVICES
 from monet_like.replay.memory.arena import RECORDED
 
@@ -34,7 +35,7 @@ def test_the_bits_are_the_same_on_every_stream() -> None:
     model = torchvision.models.VisionTransformer(128, 16, 3, 4, 128, 512, dropout=0.1).cuda()
     request = Request(model, ((images(0),), {}), "inplace_multiway_newnode", strategy="heuristic")
     device = torch.device("cuda", torch.cuda.current_device())
-    record = compile_schedule(request, lambda plain: int(0.8 * plain), device, profile=DEVICES["a100"]).record
+    record = Job(request, device, Given(DEVICES["a100"])).plan("80%").record
     usual, placed = (monet_like.ScheduleWrapper(copy.deepcopy(model), record) for _ in range(2))
     monet_like.place_memory(placed)
     beside = torch.cuda.Stream()

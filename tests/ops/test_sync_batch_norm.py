@@ -20,11 +20,12 @@ from torch.nn.parallel import DistributedDataParallel
 import monet_like
 from monet_like.capture.captured import Captured
 from monet_like.capture.lower.step import capture
-from monet_like.compiler.pipeline import compile_schedule
 from monet_like.compiler.request import Request
+from monet_like.compiler.sources import Given
 from monet_like.errors import CaptureError, ScheduleFileError
 from monet_like.ir.program import Program, Task
 from monet_like.ir.schedule_file import ScheduleRecord
+from monet_like.job.job import Job
 from monet_like.nn.sync_batch_norm import convert_sync_batchnorm
 from monet_like.ops.sync_batch_norm import COMMUNICATING
 from monet_like.plan.random_schedules import random_schedule
@@ -86,14 +87,16 @@ def test_it_is_measured_and_planned_without_a_group() -> None:
     model = nn.SyncBatchNorm.convert_sync_batchnorm(Net())
     request = Request(model, ((images(),), {}), MODE, strategy="heuristic", profile_batch=4, processes=2)
     # On one thread some operators need more workspace: 81 % is then the least.
-    compiled = compile_schedule(request, lambda peak: int(0.85 * peak), CPU)
+    compiled = Job(request, CPU, Given(None)).plan("85%")
     assert compiled.record.counts["processes"] == 2
-    assert compiled.record.peak_bytes <= 0.85 * compiled.plain.peak_bytes
+    assert compiled.record.peak_bytes <= 0.85 * compiled.ready.plain.peak_bytes
     gathered = [
-        task for task in compiled.captured.program.every_task() if any(c.op in (GATHER, REDUCE) for c in task.calls)
+        task
+        for task in compiled.ready.captured.program.every_task()
+        if any(c.op in (GATHER, REDUCE) for c in task.calls)
     ]
     assert len(gathered) == 8
-    assert all(compiled.costs[task.cost].seconds > 0 for task in gathered)
+    assert all(compiled.ready.costs[task.cost].seconds > 0 for task in gathered)
     model.norms[1].momentum = 0.3
     with pytest.raises(ScheduleFileError, match="for SyncBatchNorm among 2 processes: start their process group first"):
         ScheduleWrapper(model, compiled.record)

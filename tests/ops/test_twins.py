@@ -15,12 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import monet_like
 from monet_like import ops
 from monet_like.capture.captured import Captured
-from monet_like.compiler.pipeline import compile_schedule
 from monet_like.compiler.request import Request, captured_for
+from monet_like.compiler.sources import Given
 from monet_like.errors import ScheduleFileError
 from monet_like.ir.program import Task
 from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.ir.simulate import simulate
+from monet_like.job.job import Job
 from monet_like.profile.devices import DEVICES
 from monet_like.profile.measure import allocated_peak
 from monet_like.profile.task_inputs import Inputs
@@ -105,7 +106,7 @@ def _record() -> ScheduleRecord:
     """Of a schedule that keeps bits and bytes instead of floats, at datasheet rates, so that nothing has
     a workspace.
     """
-    return compile_schedule(request_of(), lambda peak: int(0.86 * peak), CPU, profile=DEVICES["cpu"]).record
+    return Job(request_of(), CPU, Given(DEVICES["cpu"])).plan("86%").record
 
 
 def test_a_schedule_whose_twins_exceed_its_budget_is_refused(

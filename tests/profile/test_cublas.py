@@ -17,15 +17,18 @@ from monet_like.capture.captured import fake_mode
 from monet_like.capture.lower.step import capture
 from monet_like.cli.group import main
 from monet_like.cli.zoo import build as building
-from monet_like.compiler.pipeline import Compiled, compile_schedule, make_record, plan_for, prepare
+from monet_like.compiler.pipeline import make_record, plan_for, prepare
 from monet_like.compiler.prepared import with_workspaces_of
 from monet_like.compiler.request import Request
+from monet_like.compiler.sources import Given
 from monet_like.errors import ScheduleFileError
 from monet_like.ir.plain_pickle import dump_plain, load_plain
 from monet_like.ir.profile_file import Profile
 from monet_like.ir.program import Cost
 from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.ir.simulate import simulate
+from monet_like.job.job import Job
+from monet_like.job.solved import SolvedPlan
 from monet_like.profile import cublas
 from monet_like.profile.cublas import LARGE_BYTES, SMALL_BYTES, default_bytes, multiplies, schedule_multiplies
 from monet_like.profile.devices import DEVICES, DeviceLimits
@@ -65,9 +68,9 @@ def request(model: nn.Module, target: torch.device | None = CUDA, optimizer: str
     return Request(model, example, "normal", "a net", target=target, optimizer=optimizer, strategy="store_all")
 
 
-def compiled(model: nn.Module, device: str = "h100", optimizer: str = "none", *, keeps: bool = True) -> Compiled:
+def compiled(model: nn.Module, device: str = "h100", optimizer: str = "none", *, keeps: bool = True) -> SolvedPlan:
     target = None if device == "cpu" else CUDA
-    return compile_schedule(request(model, target, optimizer), 2**40, CPU, profile=card(device, keeps=keeps))
+    return Job(request(model, target, optimizer), CPU, Given(card(device, keeps=keeps))).plan(2**40)
 
 
 @pytest.mark.parametrize(
@@ -143,8 +146,8 @@ def test_where_none_are_kept_each_product_counts_its_own() -> None:
     """Its step is the peak, by a workspace above what it is without one; what does not multiply has none."""
     found, without = compiled(linear_net(), keeps=False), compiled(net(), keeps=False)
     assert found.record.cublas_bytes == 0
-    products = {task.cost for task in found.captured.program.every_task() if multiplies([task])}
-    own = {key: cost.workspace_bytes for key, cost in found.costs.items() if key in products}
+    products = {task.cost for task in found.ready.captured.program.every_task() if multiplies([task])}
+    own = {key: cost.workspace_bytes for key, cost in found.ready.costs.items() if key in products}
     assert len(own) == 3 and set(own.values()) == {LARGE_BYTES}
     assert LARGE_BYTES < found.record.peak_bytes < found.record.plain_peak_bytes + 1 < LARGE_BYTES + 2**20
     assert without.record.peak_bytes < 2**20
@@ -163,14 +166,11 @@ def test_a_schedule_counts_them_with_the_optimizer_s_state(model: nn.Module, dev
     found = compiled(model, device, "adam")
     record, state = found.record, 2 * sum(4 * p.numel() for p in model.parameters())
     assert (record.cublas_bytes, record.optimizer_bytes, record.extra_bytes) == (expected, state, state + expected)
-    report = simulate(found.captured.program, record.schedule, found.costs)
+    report = simulate(found.ready.captured.program, record.schedule, found.ready.costs)
     assert record.peak_bytes == report.peak_bytes + state + expected
-    without = compile_schedule(
-        request(model, None if device == "cpu" else CUDA),
-        2**40,
-        CPU,
-        profile=dataclasses.replace(card(device), cublas_bytes=0),
-    )
+    without = Job(
+        request(model, None if device == "cpu" else CUDA), CPU, Given(dataclasses.replace(card(device), cublas_bytes=0))
+    ).plan(2**40)
     assert record.plain_peak_bytes == without.record.plain_peak_bytes + state + expected
 
 

@@ -16,10 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import monet_like
 from monet_like.capture.captured import Captured
-from monet_like.compiler.pipeline import compile_schedule
 from monet_like.compiler.request import Request
+from monet_like.compiler.sources import Given
 from monet_like.errors import UsageError
 from monet_like.ir.schedule_file import ScheduleRecord
+from monet_like.job.job import Job
 from monet_like.profile.devices import DEVICES
 from monet_like.replay.graphs.copies import CopiesOut
 from monet_like.replay.graphs.model import MOST_CAPTURES, TAKES_OVER, WARM_UP, ModelGraphs
@@ -55,8 +56,8 @@ def planned(with_gradient: bool = False) -> tuple[Net, ScheduleRecord, Captured]
     request = Request(
         model, ((images().requires_grad_(with_gradient),), {}), "inplace_multiway_newnode", strategy="heuristic"
     )
-    found = compile_schedule(request, lambda plain: int(0.9 * plain), CPU, profile=DEVICES["cpu"])
-    return model, found.record, found.captured
+    found = Job(request, CPU, Given(DEVICES["cpu"])).plan("90%")
+    return model, found.record, found.ready.captured
 
 
 def pair(with_gradient: bool = False) -> tuple[Net, ScheduleWrapper, ModelGraphs]:
@@ -465,7 +466,7 @@ def test_a_capture_that_fails_ends_no_run() -> None:
 
 def by_strategy(model: nn.Module, x: torch.Tensor, strategy: str) -> ScheduleWrapper:
     request = Request(model, ((x,), {}), "normal", strategy=strategy)
-    record = compile_schedule(request, lambda plain: plain, CPU, profile=DEVICES["cpu"]).record
+    record = Job(request, CPU, Given(DEVICES["cpu"])).plan("100%").record
     return ScheduleWrapper(copy.deepcopy(model), record)
 
 

@@ -13,11 +13,12 @@ from training import run, twin
 import monet_like
 from monet_like import ScheduleWrapper
 from monet_like.capture.lower.step import capture
-from monet_like.compiler.pipeline import compile_schedule
 from monet_like.compiler.request import Request, captured_for
+from monet_like.compiler.sources import Given
 from monet_like.errors import ScheduleFileError, UsageError
 from monet_like.ir.program import RESIDENT_KINDS, Program, Ref, Task, refs
 from monet_like.ir.schedule_file import ScheduleRecord
+from monet_like.job.job import Job
 from monet_like.profile.devices import DEVICES
 from monet_like.variants import admitted
 
@@ -41,7 +42,7 @@ class Net(nn.Module):
 def planned(model: nn.Module, optimizer: str = "none") -> ScheduleRecord:
     example = ((torch.randn(4, 3, 16, 16),), {})
     request = Request(model, example, "normal", "net", strategy="store_all", optimizer=optimizer)
-    return compile_schedule(request, 2**40, CPU, profile=DEVICES["cpu"]).record
+    return Job(request, CPU, Given(DEVICES["cpu"])).plan(2**40).record
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +151,7 @@ class Rotary(nn.Module):
 def of_tokens(model: nn.Module, **named: torch.Tensor) -> ScheduleRecord:
     example = ((torch.zeros(2, 4, dtype=torch.long),), named)
     request = Request(model.train(), example, "normal", "tokens", strategy="store_all")
-    return compile_schedule(request, 2**40, CPU, profile=DEVICES["cpu"]).record
+    return Job(request, CPU, Given(DEVICES["cpu"])).plan(2**40).record
 
 
 def test_a_model_in_another_dtype_is_told() -> None:

@@ -17,10 +17,11 @@ from torch import nn
 import monet_like
 from monet_like.build import library_path
 from monet_like.capture.captured import Captured
-from monet_like.compiler.pipeline import compile_schedule
 from monet_like.compiler.request import Request
+from monet_like.compiler.sources import Given
 from monet_like.errors import UsageError
 from monet_like.ir.schedule_file import ScheduleRecord
+from monet_like.job.job import Job
 from monet_like.profile.devices import DEVICES
 from monet_like.replay.memory.arena import MOST_RECORDINGS, RECORDED, StepMemory
 from monet_like.replay.wrapper import ScheduleWrapper
@@ -54,8 +55,8 @@ def planned(p: float) -> tuple[Net, ScheduleRecord, Captured]:
     torch.manual_seed(0)
     model = Net(p)
     request = Request(model, ((images(),), {}), "inplace_multiway_newnode", strategy="heuristic")
-    found = compile_schedule(request, lambda plain: int(0.85 * plain), CPU, profile=DEVICES["cpu"])
-    return model, found.record, found.captured
+    found = Job(request, CPU, Given(DEVICES["cpu"])).plan("85%")
+    return model, found.record, found.ready.captured
 
 
 def pair(p: float = 0.2) -> tuple[ScheduleWrapper, ScheduleWrapper]:

@@ -19,11 +19,13 @@ from monet_like.capture.layers import layers_of, operator_of
 from monet_like.capture.lower.step import capture
 from monet_like.cli.group import main
 from monet_like.compiler.costs import measured_costs
-from monet_like.compiler.pipeline import Compiled, compile_schedule
 from monet_like.compiler.request import Request, captured_for
+from monet_like.compiler.sources import Given
 from monet_like.ir.profile_file import Profile
 from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.ir.simulate import Free, simulate
+from monet_like.job.job import Job
+from monet_like.job.solved import SolvedPlan
 from monet_like.models import is_registered
 from monet_like.plan import store_all
 from monet_like.plan.baseline import plain_step
@@ -64,7 +66,7 @@ def made() -> nn.Module:
 
 
 @pytest.fixture(scope="module")
-def solved() -> tuple[Compiled, nn.Module, tuple[Any, dict[str, Any]]]:
+def solved() -> tuple[SolvedPlan, nn.Module, tuple[Any, dict[str, Any]]]:
     """A schedule at 55 % of plain PyTorch's peak, by exact workspaces and made-up seconds."""
     torch.manual_seed(0)
     model = made()
@@ -73,25 +75,23 @@ def solved() -> tuple[Compiled, nn.Module, tuple[Any, dict[str, Any]]]:
 
     costs, note = measured_costs(request, captured_for(request, example), CPU, timed=False)
     costs = {key: replace(cost, seconds=1e-3) for key, cost in costs.items()}
-    compiled = compile_schedule(
-        request, lambda peak: int(0.55 * peak), CPU, profile=Profile("cpu: counted", costs, note)
-    )
+    compiled = Job(request, CPU, Given(Profile("cpu: counted", costs, note))).plan("55%")
     return compiled, model, example
 
 
 @pytest.fixture
-def folder(solved: tuple[Compiled, Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(solved: tuple[SolvedPlan, Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the network, the schedule and its profile, which is where commands run."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "net.py").write_text(NETWORK)
     compiled = solved[0]
     compiled.record.save(tmp_path / "net.pkl")
-    Profile("cpu: counted", compiled.costs).save(tmp_path / "net.json")
+    Profile("cpu: counted", compiled.ready.costs).save(tmp_path / "net.json")
     return tmp_path
 
 
-def both(compiled: Compiled, extra_bytes: int = 0) -> tuple[Course, Course]:
-    captured, costs = compiled.captured, compiled.costs
+def both(compiled: SolvedPlan, extra_bytes: int = 0) -> tuple[Course, Course]:
+    captured, costs = compiled.ready.captured, compiled.ready.costs
     ours = course(captured, captured.program, compiled.record.schedule, costs, extra_bytes)
     return plain_course(captured, costs, extra_bytes), ours
 
@@ -106,15 +106,18 @@ def run(*arguments: str, exit_code: int = 0) -> Result:
 
 
 @pytest.mark.slow
-def test_kinds_and_layers_add_up_to_what_the_simulator_counts(solved: tuple[Compiled, Any, Any]) -> None:
+def test_kinds_and_layers_add_up_to_what_the_simulator_counts(solved: tuple[SolvedPlan, Any, Any]) -> None:
     compiled = solved[0]
     plain, ours = both(compiled, extra_bytes=1000)
     program, schedule, eager = plain_step(
-        compiled.captured.plain, compiled.costs, autograd_nodes=compiled.captured.autograd_nodes
+        compiled.ready.captured.plain, compiled.ready.costs, autograd_nodes=compiled.ready.captured.autograd_nodes
     )
     for found, report in (
         (plain, simulate(program, schedule, eager, extra_bytes=1000)),
-        (ours, simulate(compiled.captured.program, compiled.record.schedule, compiled.costs, extra_bytes=1000)),
+        (
+            ours,
+            simulate(compiled.ready.captured.program, compiled.record.schedule, compiled.ready.costs, extra_bytes=1000),
+        ),
     ):
         assert [run.total_bytes for run in found.runs] == [step.bytes for step in report.steps]
         assert [run.seconds for run in found.runs] == [step.seconds for step in report.steps]
@@ -123,7 +126,7 @@ def test_kinds_and_layers_add_up_to_what_the_simulator_counts(solved: tuple[Comp
         assert tuple(by_kind) == found.peak.bytes
 
 
-def test_what_each_kind_holds(solved: tuple[Compiled, Any, Any]) -> None:
+def test_what_each_kind_holds(solved: tuple[SolvedPlan, Any, Any]) -> None:
     compiled, model, example = solved
     plain, ours = both(compiled, extra_bytes=1000)
     weights = sum(t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers()))
@@ -155,9 +158,9 @@ def test_a_linear_layer_by_hand() -> None:
     assert [run.operator for run in found.runs] == ["addmm", "mm", "sum"]
 
 
-def test_values_belong_to_the_module_that_makes_them(solved: tuple[Compiled, Any, Any]) -> None:
+def test_values_belong_to_the_module_that_makes_them(solved: tuple[SolvedPlan, Any, Any]) -> None:
     compiled = solved[0]
-    captured = compiled.captured
+    captured = compiled.ready.captured
     assert set(layers_of(captured, captured.program)) == {
         *(f"{i}.{name}" for i in range(4) for name in ("conv", "norm", "act")),
         *("0", "1", "2", "3", "5", "(inputs and loss)"),  # 4 flattens: a view
@@ -197,7 +200,7 @@ def test_groups_cut_names_where_few_remain() -> None:
     assert groups([], 5) == {}
 
 
-def test_rows_of_no_duration_stand_one_by_one(solved: tuple[Compiled, Any, Any]) -> None:
+def test_rows_of_no_duration_stand_one_by_one(solved: tuple[SolvedPlan, Any, Any]) -> None:
     """The chart stacks every row by itself: else rows that share their time would be put on top of each other."""
     plain, ours = both(solved[0])
     rows = memory_chart(plain, ours, solved[0].record.budget_bytes)["data"]["values"]
@@ -208,10 +211,10 @@ def test_rows_of_no_duration_stand_one_by_one(solved: tuple[Compiled, Any, Any])
 # A real step --------------------------------------------------------------------------------------------------
 
 
-def test_a_real_step_takes_what_was_predicted_at_every_run(solved: tuple[Compiled, Any, Any]) -> None:
+def test_a_real_step_takes_what_was_predicted_at_every_run(solved: tuple[SolvedPlan, Any, Any]) -> None:
     compiled, model, example = solved
     ours = both(compiled, extra_bytes=100)[1]
-    live = live_step(model, compiled.captured, compiled.record.schedule, example, 100, "here")
+    live = live_step(model, compiled.ready.captured, compiled.record.schedule, example, 100, "here")
     assert len(live.bytes) == len(ours.runs)
     apart = [count - run.total_bytes for run, count in zip(ours.runs, live.bytes, strict=True)]
     assert max(map(abs, apart)) <= 64  # the loss: a few numbers
@@ -222,7 +225,7 @@ def test_a_real_step_takes_what_was_predicted_at_every_run(solved: tuple[Compile
 # The page -----------------------------------------------------------------------------------------------------
 
 
-def figures(compiled: Compiled, **changes: Any) -> Figures:
+def figures(compiled: SolvedPlan, **changes: Any) -> Figures:
     plain, ours = both(compiled)
     fronts = {"ogc": [(ours.peak.total_bytes, 2 * ours.seconds)], "<b>odd</b>": [(plain.peak.total_bytes, 0.1)]}
     return Figures(replace(compiled.record, **changes), plain, ours, "<i>a device</i>", fronts)
@@ -232,7 +235,7 @@ HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=do
 
 
 @pytest.mark.slow
-def test_texts_of_a_file_are_never_obeyed(solved: tuple[Compiled, Any, Any]) -> None:
+def test_texts_of_a_file_are_never_obeyed(solved: tuple[SolvedPlan, Any, Any]) -> None:
     found = figures(
         solved[0],
         **dict.fromkeys(("model", "mode", "device", "note", "solver", "status", "bound_kind"), HOSTILE),
@@ -270,10 +273,10 @@ def browser_page() -> Iterator[Any]:
 
 
 @pytest.mark.slow
-def test_a_browser_shows_it(solved: tuple[Compiled, Any, Any], browser_page: Any, tmp_path: Path) -> None:
+def test_a_browser_shows_it(solved: tuple[SolvedPlan, Any, Any], browser_page: Any, tmp_path: Path) -> None:
     """All pictures are drawn, the table can be searched and sorted, nothing is loaded, and no error is logged."""
     compiled, model, example = solved
-    live = live_step(model, compiled.captured, compiled.record.schedule, example, 0, "here")
+    live = live_step(model, compiled.ready.captured, compiled.record.schedule, example, 0, "here")
     found = replace(figures(compiled, model=HOSTILE), live=live)
     specs = charts(found)
     assert list(specs) == ["memory", "layers", "recomputed", "front", "live"]
@@ -315,7 +318,7 @@ def test_a_browser_shows_it(solved: tuple[Compiled, Any, Any], browser_page: Any
 
 @pytest.mark.slow
 def test_pictures_are_there_without_scripts(
-    solved: tuple[Compiled, Any, Any], browser_page: Any, tmp_path: Path
+    solved: tuple[SolvedPlan, Any, Any], browser_page: Any, tmp_path: Path
 ) -> None:
     found = figures(solved[0])
     specs = charts(found)

@@ -17,10 +17,11 @@ from zoo import Built
 
 from monet_like.capture.captured import Captured
 from monet_like.capture.lower.step import capture
-from monet_like.compiler.pipeline import compile_schedule
 from monet_like.compiler.request import Request
+from monet_like.compiler.sources import Given
 from monet_like.ir.program import Cost
 from monet_like.ir.simulate import simulate
+from monet_like.job.job import Job
 from monet_like.profile.settings import settings_of
 from monet_like.replay.checks.twins import twins_taken
 from monet_like.replay.wrapper import ScheduleWrapper
@@ -78,11 +79,11 @@ def test_a_plan_says_which_liger_it_was_made_with() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.RMSNorm(16), nn.Linear(16, 16)).train()
     args, kwargs = (torch.randn(7, 16),), {}
     request = Request(model, (args, kwargs), FULL, strategy="heuristic")
-    record = compile_schedule(request, lambda peak: peak, CPU).record
+    record = Job(request, CPU, Given(None)).plan("100%").record
     assert record.versions["liger_kernel"] == settings_of(CPU)["liger_kernel"] != ""
     scheduled = ScheduleWrapper(twin(model), record)
     assert max(run(twin(model), args, kwargs).differences(run(scheduled, args, kwargs)).values()) <= 1e-5
-    without = compile_schedule(replace(request, liger=False), lambda peak: peak, CPU).record
+    without = Job(replace(request, liger=False), CPU, Given(None)).plan("100%").record
     assert "liger_kernel" not in without.versions and without.fingerprint != record.fingerprint
     scheduled = ScheduleWrapper(twin(model), without)
     assert max(run(twin(model), args, kwargs).differences(run(scheduled, args, kwargs)).values()) <= 1e-5

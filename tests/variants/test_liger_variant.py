@@ -21,11 +21,12 @@ from zoo import Built, decoder
 
 from monet_like.capture.captured import Captured
 from monet_like.capture.lower.step import capture
-from monet_like.compiler.pipeline import compile_schedule
 from monet_like.compiler.request import Request
+from monet_like.compiler.sources import Given
 from monet_like.errors import ScheduleFileError
 from monet_like.ir.program import REFUSED
 from monet_like.ir.simulate import simulate
+from monet_like.job.job import Job
 from monet_like.ops import liger
 from monet_like.plan.baseline import store_all
 from monet_like.profile import profiler
@@ -292,9 +293,9 @@ def test_a_kernel_that_does_not_run_is_refused(offered: Captured, monkeypatch: p
 def test_a_plan_by_estimates_is_loaded_where_there_is_no_liger(example: Built) -> None:
     model, args, kwargs = example
     request = Request(model, (args, kwargs), FULL, strategy="heuristic", liger=True)
-    record = compile_schedule(request, lambda peak: int(0.95 * peak), CPU, profile=DEVICES["cpu"]).record
+    record = Job(request, CPU, Given(DEVICES["cpu"])).plan("95%").record
     assert record.versions["liger_kernel"] == (liger.version() or "none")
     scheduled = ScheduleWrapper(twin(model), replace(record, budget_bytes=2 * record.budget_bytes))
     assert max(run(twin(model), args, kwargs).differences(run(scheduled, args, kwargs)).values()) <= 1e-5
-    without = compile_schedule(replace(request, liger=None), lambda peak: peak, CPU, profile=DEVICES["cpu"]).record
+    without = Job(replace(request, liger=None), CPU, Given(DEVICES["cpu"])).plan("100%").record
     assert "liger_kernel" not in without.versions
