@@ -20,12 +20,12 @@ from ..capture.example_inputs import (
     extents_of,
     input_specs,
     is_for_shapes,
-    length_of,
     specs_in_words,
+    with_length,
 )
 from ..capture.precision import autocast_name
 from ..capture.trace.alone import CAPTURING, is_observed
-from ..capture.trees import map_tensors, tensors_of
+from ..capture.trees import tensors_of
 from ..errors import warn_caller
 from ..ir.units import Budget, format_bytes
 from ..replay.checks.transforms import check_transforms
@@ -143,7 +143,7 @@ class CallPlans:
         """
         self.plans.clear()
         for length in sorted(self.settings.lengths, reverse=True):
-            there = _with_length(example, length)
+            there = with_length(example, length)
             self._planned(model, there, Form.of(model, there))
         form = Form.of(model, example)
         found = self._for(form)
@@ -205,18 +205,3 @@ class CallPlans:
 def plans_of(model: nn.Module) -> CallPlans | None:
     """The plans of a model's blocks."""
     return next((hook for hook in model._forward_pre_hooks.values() if isinstance(hook, CallPlans)), None)
-
-
-def _with_length(example: Example, wanted: int) -> Example:
-    """The example at another length (`monet_like.capture.example_inputs.with_length`), its contents cut or repeated."""
-    length = length_of(example)
-
-    def resized(leaf: torch.Tensor) -> torch.Tensor:
-        new = leaf.detach()
-        for dimension, extent in enumerate(leaf.shape):
-            if dimension and extent == length:
-                new = new.index_select(dimension, torch.arange(wanted, device=leaf.device) % length)
-        return leaf if new.shape == leaf.shape else new.requires_grad_(leaf.requires_grad)
-
-    resized_example: Example = map_tensors(resized, example)
-    return resized_example

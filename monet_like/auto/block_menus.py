@@ -162,13 +162,13 @@ def menus_of(
             most = min(settings.time_limit_seconds * to_make, deadline.left())
             progress.at("plan", type(block._model).__name__, len(found), programs, most)
             found[kind.program] = ready
-            schedules[kind.program] = _schedules(ready, kind.program, settings, progress, mine)
+            schedules[kind.program] = schedules_of(ready, kind.program, settings, progress, mine)
         menus[kind] = ()
     keep = {name for name, every in schedules.items() if any(_keeps_results(found[name], one) for one in every)}
     for kind in menus:
         own = ((v, makers) for v, makers in kind.lone if link and v not in kind.changed)
         lone[kind] = frozenset(v for v, makers in own if keep.isdisjoint(makers))
-        menus[kind] = _points(found[kind.program], kind, schedules[kind.program], link, lone[kind])
+        menus[kind] = points_of(found[kind.program], kind, schedules[kind.program], link, lone[kind])
     return menus
 
 
@@ -177,15 +177,7 @@ def _keeps_results(ready: Prepared, schedule: Schedule) -> bool:
     return not kept_values(program, schedule).isdisjoint(program.outputs)
 
 
-def points_of_call(
-    ready: Prepared, kind: Kind, settings: Settings, progress: Progress, deadline: Deadline, link: float,
-    lone: Collection[int],
-) -> tuple[Point, ...]:  # fmt: skip
-    """The menu of a call that is planned alone."""
-    return _points(ready, kind, _schedules(ready, kind.program, settings, progress, deadline), link, lone)
-
-
-def _points(
+def points_of(
     ready: Prepared, kind: Kind, schedules: Sequence[Schedule], link: float, lone: Collection[int]
 ) -> tuple[Point, ...]:
     """The points of schedules, and if there is a link, those that offload.
@@ -194,8 +186,8 @@ def _points(
         lone: inputs that count as carried: nobody else keeps them.
     """
     program = ready.captured.program
-    own = (own_point(ready.captured, one, ready.costs, kind.held) for one in schedules)
-    points = efficient([owning(point, program, lone, kind.changed) for point in own])
+    ends = kind.held, lone, kind.changed
+    points = efficient([own_point(ready.captured, one, ready.costs, *ends) for one in schedules])
     if not link:
         return points
     movable = offloadable(ready.captured, {*kind.held, *kind.changed}, lone)
@@ -209,9 +201,13 @@ def plain_point(ready: Prepared, kind: Kind) -> Point:
     return point_of(*plain, kind.held, handed_plainly(captured))
 
 
-def own_point(captured: Captured, schedule: Schedule, costs: Mapping[str, Cost], held: Collection[int] = ()) -> Point:
-    """A schedule of a program with variants, judged by the simulator."""
-    return point_of(captured.program, schedule, costs, held, handed_gradients(captured, schedule))
+def own_point(
+    captured: Captured, schedule: Schedule, costs: Mapping[str, Cost], held: Collection[int] = (),
+    lone: Collection[int] = (), changed: Collection[int] = (),
+) -> Point:  # fmt: skip
+    """A schedule of a program with variants, judged by the simulator; values as of `point_of` and `owning`."""
+    point = point_of(captured.program, schedule, costs, held, handed_gradients(captured, schedule))
+    return owning(point, captured.program, lone, changed)
 
 
 def handed_plainly(captured: Captured) -> dict[int, int]:
@@ -265,7 +261,7 @@ def _measured(
     return ready
 
 
-def _schedules(
+def schedules_of(
     ready: Prepared, piece: str, settings: Settings, progress: Progress, deadline: Deadline
 ) -> tuple[Schedule, ...]:
     """The schedules of a block's menu, if need be searched; a quick plan also takes those of other sizes."""

@@ -21,7 +21,6 @@ from ..ir.step import Moment, Point, Step, bytes_on_host, moments_of, seconds_of
 from ..ir.units import Budget
 from ..plan.bound.pieces import block_relaxation
 from ..plan.step.choice import Choice
-from ..plan.step.menus import owning
 from ..plan.step.proof import BOUND_SECONDS, CHOICE_SECONDS, Chooser
 from ..profile.card_budget import on_card
 from ..replay.wrapper import ScheduleWrapper
@@ -230,8 +229,7 @@ class _Planner:
         kind = self.kinds[block]
         assert kind is not None
         ready = self.found[kind.program]
-        point = own_point(ready.captured, schedule, ready.costs, kind.held)
-        return owning(point, ready.captured.program, self.lone[kind], kind.changed)
+        return own_point(ready.captured, schedule, ready.costs, kind.held, self.lone[kind], kind.changed)
 
     def bound(self, best: Choice) -> float:
         """No schedules that fit have fewer seconds."""

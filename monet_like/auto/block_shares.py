@@ -28,8 +28,9 @@ from .block_menus import (
     costs_of_call,
     digest_of_call,
     plain_point,
-    points_of_call,
+    points_of,
     record_of,
+    schedules_of,
 )
 from .planning import Settings
 from .rehearsal.counted import Changed
@@ -164,7 +165,8 @@ class OwnPlans:
             link = self.link if share.offloaded_bytes else 0.0
 
             def fastest() -> Point:
-                points = points_of_call(ready, kind, self.settings, progress, deadline, link, lone)
+                schedules = schedules_of(ready, digest, self.settings, progress, deadline)
+                points = points_of(ready, kind, schedules, link, lone)
                 if fitting := [point for point in points if share.has_room(point, program)]:
                     return min(fitting, key=lambda point: point.numbers)
                 _, where, needed, there = min(share.excess(point, program) for point in points)

@@ -165,9 +165,11 @@ def _compiled(
     known = KeptPiece.of(piece, device).profile(device, source.known) if quick else source.known
     try:
         with Progress(quiet=settings.verbose is False) as progress:
-            ready = prepare(
-                request, device, profile=known, save_profile=source.save, progress=progress.profiling,
-                captured=captured, budget=None if budget.share >= 1 else limit, quick=quick,
+            prepared = partial(
+                prepare, device=device, save_profile=source.save, progress=progress.profiling, quick=quick
+            )
+            ready = prepared(
+                request, profile=known, captured=captured, budget=None if budget.share >= 1 else limit,
                 earlier=earlier.ready if earlier else None,
             )  # fmt: skip
             limit = budget.of(eager or ready.plain.peak_bytes)
@@ -179,13 +181,8 @@ def _compiled(
             host = partial(host_of, device) if adds_copies(device, settings) and not plain_fits else None
             found_for = partial(planned, budget_bytes=limit, host=host, compiled=compiled)
 
-            def priced_as(other: Request, captured: Captured) -> Prepared:
-                return prepare(
-                    other, device, profile=known if quick else ready.profile, save_profile=source.save,
-                    progress=progress.profiling, captured=captured, quick=quick,
-                )  # fmt: skip
-
-            faster = in_faster_layout(request, ready, device, priced_as)
+            priced = partial(prepared, profile=known if quick else ready.profile)
+            faster = in_faster_layout(request, ready, device, lambda other, captured: priced(other, captured=captured))
             progress.at("plan", most=QUICK_SECONDS if quick else settings.time_limit_seconds)
             if faster is not None:
                 with suppress(InfeasibleError, SolverError, ProfileError):  # then as it is given

@@ -26,11 +26,6 @@ def each_once(change: Callable[[torch.Tensor], Any], example: Example) -> Exampl
     return args, kwargs
 
 
-def _resized(leaf: torch.Tensor, extents: Iterable[int]) -> torch.Tensor:
-    made = torch.empty(tuple(extents), dtype=leaf.dtype, device=leaf.device)
-    return in_layout(made, layout_of(leaf)).requires_grad_(leaf.requires_grad)
-
-
 def with_batch(example: Example, wanted: int) -> Example:
     """The example at another batch size: ``wanted`` replaces the leading extent of tensors that have the batch's."""
     tensors = [t for t in tensors_of(example) if t.dim()]
@@ -39,7 +34,8 @@ def with_batch(example: Example, wanted: int) -> Example:
     def resized(leaf: torch.Tensor) -> torch.Tensor:
         if not leaf.dim() or leaf.shape[0] != batch:
             return leaf
-        return _resized(leaf, (wanted, *leaf.shape[1:]))
+        made = torch.empty((wanted, *leaf.shape[1:]), dtype=leaf.dtype, device=leaf.device)
+        return in_layout(made, layout_of(leaf)).requires_grad_(leaf.requires_grad)
 
     with fake_mode():
         return each_once(resized, example)
@@ -58,7 +54,8 @@ def length_of(example: Example) -> int:
 
 
 def with_length(example: Example, wanted: int) -> Example:
-    """The example at another length: ``wanted`` replaces that extent in every dimension but the first of every tensor.
+    """The example at another length: ``wanted`` replaces that extent in every dimension but the first of every tensor,
+    whose content is cut or repeated.
 
     The length is the second extent of the first tensor that has one.
 
@@ -68,12 +65,13 @@ def with_length(example: Example, wanted: int) -> Example:
     length = length_of(example)
 
     def resized(leaf: torch.Tensor) -> torch.Tensor:
-        if length not in leaf.shape[1:]:
-            return leaf
-        return _resized(leaf, (*leaf.shape[:1], *(wanted if n == length else n for n in leaf.shape[1:])))
+        new = leaf.detach()
+        for dimension, extent in enumerate(leaf.shape):
+            if dimension and extent == length:
+                new = new.index_select(dimension, torch.arange(wanted, device=leaf.device) % length)
+        return leaf if new.shape == leaf.shape else in_layout(new, layout_of(leaf)).requires_grad_(leaf.requires_grad)
 
-    with fake_mode():
-        return each_once(resized, example)
+    return each_once(resized, example)
 
 
 def device_of(module: nn.Module, example: Example | None = None) -> torch.device:

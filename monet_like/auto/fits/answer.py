@@ -13,16 +13,22 @@ from ...ir.schedule import Schedule
 from ...ir.step import Point, Step, Streaming, peak_of, seconds_of
 from ...plan.bound.pieces import BlockRelaxation, block_relaxation
 from ...plan.step.choice import Choice
-from ...plan.step.menus import owning
+from ...plan.step.menus import menu
 from ...plan.step.proof import NEAR, Chooser
 from ...profile.card_budget import reserve_of
 from ...profile.devices import DeviceLimits
 from ...profile.roofline import roofline
 from .pieces import Capability, Capturing, Piece, Pieces
-from .points import Priced, alike, own_point, own_schedules, priced, with_host
+from .points import Priced, alike, own_point, priced, with_host
 from .question import Question
 from .step import Kept, all_shared, least_shared, lone_inputs, pinned_bytes, step_of, streaming_of
 from .table import Row
+
+#: Wall seconds for the menu of one part, about. The search ends by itself before, unless the machine is slow or very
+#: busy: so its answers do not depend on what else runs there.
+MENU_SECONDS = 120.0
+#: Where between the least peak of a part and that of a schedule another one is looked for.
+PEAK_SHARES = (0.0,)
 
 
 class Answer:
@@ -104,8 +110,7 @@ class Answer:
         relaxations = [self.relaxation(piece, card) for piece in order]
 
         def point(place: int, schedule: Schedule) -> Point:
-            own = own_point(order[place].captured, schedule, self.costs(order[place], card))
-            return owning(own, order[place].captured.program, lone[place])
+            return own_point(order[place].captured, schedule, self.costs(order[place], card), lone=lone[place])
 
         def judged(choice: Choice) -> Choice:
             step = self.step(pieces, card, [each.shared for each in choice.points], streaming)
@@ -139,7 +144,11 @@ class Answer:
                 return found
         self.say(f"planning {piece.name}")
         with self.timed("menus"):
-            found = own_schedules(piece.captured, costs, self.say)
+            points = menu(
+                piece.captured.program, costs, strategy="heuristic", time_limit_seconds=MENU_SECONDS,
+                peak_shares=PEAK_SHARES, progress=self.say,
+            )  # fmt: skip
+            found = tuple(point.schedule for point in points)
         self._schedules.append((piece, found))
         return found
 

@@ -4,7 +4,7 @@ costs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ...capture.captured import Captured
@@ -12,15 +12,9 @@ from ...ir.program import Cost, Program, Task
 from ...ir.schedule import Schedule, prune
 from ...ir.step import Point
 from ...plan.baseline import plain_step, store_all
-from ...plan.step.menus import efficient, menu, offloading, owning, point_of
+from ...plan.step.menus import efficient, offloading, owning, point_of
 from ..block_menus import handed_plainly, own_point
 from ..offloaded import offloadable
-
-#: Wall seconds for the menu of one part, about. The search ends by itself before, unless the machine is slow or very
-#: busy: so its answers do not depend on what else runs there.
-MENU_SECONDS = 120.0
-#: Where between the least peak of a part and that of a schedule another one is looked for.
-PEAK_SHARES = (0.0,)
 
 
 @dataclass(frozen=True)
@@ -71,19 +65,6 @@ def with_host(captured: Captured, price: Priced, lone: Collection[int], bytes_pe
     others = [owning(point, program, lone) for point in (price.plain, price.checkpoint)]
     more = (one for point in own for one in offloading(point, program, movable, bytes_per_second))
     return efficient([*own, *others, *more])
-
-
-def own_schedules(
-    captured: Captured, costs: Mapping[str, Cost], progress: Callable[[str], None] | None = None
-) -> tuple[Schedule, ...]:
-    """Schedules of a part that trade time, carried bytes and peaks off, found by the local search with the costs of one
-    card.
-    """
-    found = menu(
-        captured.program, costs, strategy="heuristic", time_limit_seconds=MENU_SECONDS,
-        peak_shares=PEAK_SHARES, progress=progress,
-    )  # fmt: skip
-    return tuple(point.schedule for point in found)
 
 
 def checkpointed(program: Program) -> Schedule:
