@@ -232,6 +232,8 @@ _KEPT = [
     ("auto/block_menus.py", "if settings.quick and earlier is None:", "if settings.quick:", _PIECES.format("test_a_search_that_was_cut_short_and_scaled_costs_are_not_kept")),
     ("auto/kept_plans.py", "if isinstance(error.smallest, KeptPlan):", "if False:", "auto/test_kept_plans.py::test_the_budget_that_an_error_of_blocks_names_has_its_plan[quick]"),
     ("auto/kept_plans.py", 'replace(settings, effort="quick"))\n', "settings)\n", "auto/test_kept_plans.py::test_the_budget_that_an_error_of_blocks_names_has_its_plan[auto]"),
+    ("auto/kept_plans.py", 'if plan.promise.status == "searched" or', "if", "auto/test_kept_plans.py::test_a_choice_without_the_solver_is_told_and_not_kept"),
+    ("auto/agreement.py", 'msgspec.convert(content["result"], kind)', 'content["result"]', "auto/test_kept_plans.py::test_plans_travel_as_plain_data"),
     (_P, "if len(kept.records) != len(of.blocks):", "if False:", _UNFIT.format("fewer blocks")),
     (_P, "if (call is None) != (record is None):", "if False:", _UNFIT.format("no schedule")),
     (_P, "if not is_of(record, captured, device_of(of.model)):", "if False:", _UNFIT.format("another program")),
