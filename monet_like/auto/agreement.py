@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -41,7 +42,7 @@ def planned_by(work: Callable[[], _T], sharing: Sharing, kind: Any = Any) -> _T:
     answer = ""
     if dist.get_rank() == 0:
         try:
-            answer = json.dumps({"result": msgspec.to_builtins(work())})
+            answer = json.dumps({"result": work()}, default=_fields)
         except BaseException as found:  # the others wait for an answer whatever happened
             error, answer = found, json.dumps({"error": _told(found)})
     sent = [answer]
@@ -124,6 +125,11 @@ def check_uncounted(model: nn.Module) -> None:
 def _plain(content: Any) -> Any:
     """The same data as another process would get it."""
     return json.loads(json.dumps(content))
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    """Those of a dataclass."""
+    return {each.name: getattr(record, each.name) for each in fields(record)}
 
 
 def _told(error: BaseException) -> dict[str, Any]:

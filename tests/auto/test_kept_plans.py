@@ -221,14 +221,16 @@ def test_a_damaged_file_is_planned_anew_with_a_warning(started: Path, menus: lis
     assert len(menus) == 1
 
 
-def test_plans_travel_as_plain_data(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_travel_as_plain_data(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two processes that plan together, the one that sends."""
+    model = planned(Decoder())
+    records = tuple(block.record for block in blocks_of(model))
+    kept = KeptPlan(plan_of(model), "2026-11-26", 0, 0, records)
+    assert any(record.schedule.rerun_count for record in records) and len(kept.promise.moments) > 2 * 3
     sent: list[list[str]] = []
     monkeypatch.setattr(agreement, "processes", lambda: 2)
     monkeypatch.setattr(agreement.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(agreement.dist, "broadcast_object_list", lambda texts, src: sent.append(texts))
-    kept = KeptPlan.load(started)
-    assert any(point.schedule.rerun_count for point in kept.promise.points) and len(kept.promise.moments) > 2 * 3
     assert agreement.planned_by(lambda: kept, "same", KeptPlan) == kept
     assert json.loads(*sent[0])["result"]["records"][0]["model"] == "Short"
 
