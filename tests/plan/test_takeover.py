@@ -13,8 +13,7 @@ from monet_like.ir.simulate import simulate
 from monet_like.plan import plan
 from monet_like.plan.ilp.formulation import Formulation
 from monet_like.plan.instance import Instance
-from monet_like.plan.local_search.judge import Judge
-from monet_like.plan.local_search.policy import make_tables
+from monet_like.plan.local_search.searcher import Searcher
 
 X, H, Y, GY, GH, GX = range(6)
 COSTS = {"t": Cost(1.0)}
@@ -69,8 +68,9 @@ def test_neither_formulation_nor_tables_have_a_way_over_a_value_that_is_used_lat
         made = program(read_later=later)
         ways = Formulation(Instance(made, COSTS), 1000).w[1]
         assert [*ways] == possible
-        tables = make_tables(Instance(made, COSTS))
+        searcher = Searcher(Instance(made, COSTS))
+        tables = searcher.tables
         assert [way.way for option in tables.options[0] for way in tables.ways[option]] == possible
         policy = tables.policy([True] * 6, hold=False, smallest=False)
-        judged = Judge(tables).judge(policy, 1000)
-        assert judged is not None and judged[0].peak_bytes == (230 if later else 130)
+        judged = searcher.judge(policy, 1000)
+        assert judged is not None and judged.judgement.peak_bytes == (230 if later else 130)

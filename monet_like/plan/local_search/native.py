@@ -1,6 +1,6 @@
 """The compiled local search: csrc/plan/local_search.cpp through ctypes.
 
-Without it, judge.py evaluates policies, slower.
+Without it, uncompiled.py evaluates policies, slower.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any
 
 from ...build import library_path
 from ...ir.schedule import Schedule
-from .judge import Judge
+from ..instance import Instance
 from .policy import Judgement, Policy, Settings, Tables
+from .uncompiled import Uncompiled
 
 _TYPES: dict[str, Any] = {"i": ctypes.c_int32, "q": ctypes.c_int64, "d": ctypes.c_double, "B": ctypes.c_uint8}
 
@@ -63,10 +64,10 @@ def library() -> ctypes.CDLL | None:
     return loaded if sizes == [ctypes.sizeof(s) for s in (_Tables, _Policy, _Settings, _Runs)] else None
 
 
-def engine(tables: Tables) -> NativeEngine | Judge:
-    """The compiled engine; where the library is missing, a judge in Python, which improves nothing."""
+def engine(instance: Instance, tables: Tables) -> NativeEngine | Uncompiled:
+    """The compiled engine; where the library is missing, one in Python, which improves nothing."""
     loaded = library()
-    return Judge(tables) if loaded is None else NativeEngine(tables, loaded)
+    return Uncompiled(instance, tables) if loaded is None else NativeEngine(tables, loaded)
 
 
 class NativeEngine:

@@ -12,7 +12,8 @@ does (``prefer``). A whole schedule follows from these:
    results nothing needs does not run. The forward, last in this order, runs what is needed at its end.
 
 Tasks that read and write the same values form a *class*, ways that read the same values an *option*. The search
-evaluates tens of thousands of policies a second in C++ (csrc/plan/local_search.cpp); judge.py evaluates them in Python.
+evaluates tens of thousands of policies a second in C++ (csrc/plan/local_search.cpp). Without the compiled library,
+uncompiled.py evaluates those of the greedy start.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ from ...ir.schedule import Schedule, prune
 from ...ir.simulate import Report
 from ..instance import Instance
 from ..result import Smallest
-from .judge import Judge
 from .native import engine
 from .policy import MOST_EARLY, Judgement, Policy, Settings, make_tables, to_policy
+from .uncompiled import Uncompiled
 
 #: Policies evaluated by one annealing by default, and the most runs of tasks in all of them: a second or two.
 EVALUATIONS = 120_000
@@ -54,7 +54,7 @@ class Searcher:
 
     def __init__(self, instance: Instance, pin_bytes: int = 0) -> None:
         self.instance, self.tables = instance, make_tables(instance, pin_bytes)
-        self.engine = engine(self.tables)
+        self.engine = engine(instance, self.tables)
 
     def judge(self, policy: Policy, budget_bytes: int) -> Found | None:
         """Evaluate a policy; None if it cannot be carried out."""
@@ -299,7 +299,7 @@ def _search(
         starts = searcher.cut_starts(budget_bytes)
         if not starts:
             return None
-        if not count or isinstance(searcher.engine, Judge):
+        if not count or isinstance(searcher.engine, Uncompiled):
             return starts[0]
         best = searcher.improve(starts[:2], budget_bytes, count, seed)
         rounds -= 1
@@ -320,7 +320,7 @@ def _search(
                 break
         best = _lower_peak(searcher, best, budget_bytes, count // 10, seed + 5000, over)
     for turn in range(rounds):
-        if isinstance(searcher.engine, Judge) or over():
+        if isinstance(searcher.engine, Uncompiled) or over():
             break
         best = searcher.improve([best, best], budget_bytes, count, seed + 2 * turn + 2, later=True, effort=effort)
     return best
