@@ -17,18 +17,22 @@ from pathlib import Path
 import click
 import numpy as np
 import pandas as pd
+import torch
 from scipy.optimize import minimize
 
 from monet_like.capture.captured import Captured, distinct_tasks
+from monet_like.capture.example_inputs import example_of
+from monet_like.compiler.request import Request, captured_for
 from monet_like.ir.defaults import MODE
 from monet_like.ir.mode import ALGORITHMS
 from monet_like.ir.profile_file import Profile
-from monet_like.profile.devices import DEVICES, DeviceLimits
+from monet_like.ir.schedule_file import InputSpec
+from monet_like.models import build_model
+from monet_like.profile.devices import DEVICES, DeviceLimits, known_limits
 from monet_like.profile.gpu_paces import PACES, Pace
 from monet_like.profile.roofline import operation_seconds
 from monet_like.profile.work import Operation, works_of
 
-from .datasheet_error import captured_from, profile_options
 from .rows import markdown_table
 
 HERE = Path(__file__).parent / "results" / "cuda-nvidia-h200" / "operators.csv"
@@ -122,18 +126,38 @@ def _words(pace: Pace) -> str:
     return f"{pace.traffic:.2f}, {pace.arithmetic:.2f}, {1e6 * pace.launch_seconds:.0f}"
 
 
+def captured_on(limits: DeviceLimits, model: str, spec: InputSpec, autocast: str, mode: str) -> Captured:
+    """A model's step as captured on a card that is not here."""
+    example = example_of((spec,), torch.device("cpu"))
+    with torch.device("meta"):
+        module = build_model(model).module
+    target = torch.device("cuda", 0)
+    request = Request(module, example, mode, autocast=autocast, target=target, capability=limits.capability)
+    return captured_for(request, example)
+
+
 @click.group()
 def main() -> None:
     """Operators of a GPU against its datasheet."""
 
 
 @main.command()
-@profile_options(MODE)
+@click.argument("profile_file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option("--model", required=True, help="That the profile is of, such as torchvision.models.resnet50().")
+@click.option("--inputs", required=True, help="Dtype and shape with the batch, such as float32[184,3,224,224].")
+@click.option("--autocast", default="")
+@click.option("--mode", default=MODE, show_default=True)
 @click.option("--out", type=click.Path(path_type=Path), default=HERE, show_default=True)
 def collect(profile_file: Path, model: str, inputs: str, autocast: str, mode: str, out: Path) -> None:
     """Add a profile's operators to a table of them."""
     profile = Profile.load(profile_file)
-    captured, _ = captured_from(profile, model, inputs, autocast, mode)
+    limits = known_limits(profile.device.removeprefix("cuda: "))
+    if limits is None:
+        raise click.ClickException(f"there is no datasheet for {profile.device}")
+    read = re.fullmatch(r"(\w+)\[(\d+(?:,\d+)*)\]", inputs.replace(" ", ""))
+    if read is None:
+        raise click.ClickException(f"--inputs {inputs!r} is no dtype and shape; give it as float32[184,3,224,224]")
+    captured = captured_on(limits, model, InputSpec(tuple(map(int, read[2].split(","))), read[1]), autocast, mode)
     net = re.sub(r"\(.*", "", model).rpartition(".")[2]
     added = to_frame(list(timed_alone(captured, profile, net)))
     earlier = [pd.read_csv(out)] if out.exists() else []

@@ -29,7 +29,7 @@ from monet_like.profile.launches import HOST_PACES
 from monet_like.profile.roofline import roofline
 from scripts.gpu_check import FIRST, Replay, Work
 
-from .datasheet_error import captured_on
+from .operator_paces import captured_on
 from .rows import markdown_table, read_rows
 
 RESULTS = Path(__file__).parent / "results"
