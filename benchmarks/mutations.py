@@ -12,10 +12,8 @@ import copy
 import gc
 import io
 import json
-import pickle
 import random
 import resource
-import struct
 import sys
 import tempfile
 import time
@@ -147,10 +145,10 @@ _OTHERS: tuple[Any, ...] = (
 
 
 def damaged_bytes(data: bytes, draw: random.Random) -> bytes:
-    """Flip, cut, copy, insert or overwrite some bytes; or put a command where a pickle ends."""
+    """Flip, cut, copy, insert or overwrite some bytes."""
     for _ in range(draw.choice((1, 1, 1, 2, 5))):
         at, to = sorted(draw.randrange(len(data) + 1) for _ in range(2))
-        what = draw.randrange(9)
+        what = draw.randrange(8)
         if what < 3 and data:
             at = min(at, len(data) - 1)
             data = data[:at] + bytes([data[at] ^ 1 << draw.randrange(8)]) + data[at + 1 :]
@@ -162,27 +160,10 @@ def damaged_bytes(data: bytes, draw: random.Random) -> bytes:
             data = data[:to] + data[at : min(to, at + 40)] * draw.choice((1, 2, 50)) + data[to:]
         elif what == 6:
             data = data[:at] + draw.randbytes(draw.randrange(1, 12)) + data[at:]
-        elif what == 7:
-            filling = draw.choice((b"\x00", b"\xff", b"(", b"}", b"[", b"9", b"."))
-            data = data[:at] + filling * draw.choice((1, 4, 8, 2000)) + data[min(to, at + 8) :]
         else:
-            data = data[:at] + draw.choice(_hostile()) + data[at:]
+            filling = draw.choice((b"\x00", b"\xff", b"}", b"[", b'{"a":', b"9", b"."))
+            data = data[:at] + filling * draw.choice((1, 4, 8, 20_000)) + data[min(to, at + 8) :]
     return data
-
-
-def _hostile() -> tuple[bytes, ...]:
-    """Pickles that run a command, ask for memory or nest without end."""
-    return (
-        b"cos\nsystem\n(S'touch ran'\ntR.",
-        b"\x80\x04\x8c\x02os\x94\x8c\x06system\x94\x93\x94\x8c\ttouch ran\x94\x85\x94R\x94.",
-        b"(S'touch ran'\nios\nsystem\n.",
-        b"\x80\x04\x95" + struct.pack("<Q", 2**62),
-        b"B" + struct.pack("<I", 2**32 - 1),
-        b"r" + struct.pack("<I", 2**32 - 1),
-        b"]" * 5000,
-        b"Pid\n",
-        b"[" * 20_000,
-    )
 
 
 def damaged_content(content: Any, draw: random.Random, *, numbers: bool) -> Any:
@@ -254,6 +235,10 @@ def damaged_schedule(content: Any, draw: random.Random) -> Any:
         else:
             _toggle(again[slot], draw.randrange(tasks + 1))
     return content
+
+
+def _json(content: Any) -> bytes:
+    return json.dumps(content, default=str, skipkeys=True).encode()
 
 
 def _toggle(tasks: list[int], task: int) -> None:
@@ -344,18 +329,15 @@ class Mutations:
             what = draw.choice(("bytes", "structure", "numbers", "numbers", "decisions"))
             if what == "bytes":
                 return "schedule, bytes", damaged_bytes(data, draw)
-            content = pickle.loads(data)
             if what == "decisions":
-                return "schedule, decisions", pickle.dumps(damaged_schedule(content, draw), protocol=4)
-            content = damaged_content(content, draw, numbers=what == "numbers")
-            return f"schedule, {what}", pickle.dumps(content, protocol=draw.choice((0, 2, 4, 5)))
+                return "schedule, decisions", _json(damaged_schedule(json.loads(data), draw))
+            return f"schedule, {what}", _json(damaged_content(json.loads(data), draw, numbers=what == "numbers"))
         subject.profile.save(path)
         data = path.read_bytes()
         what = draw.choice(("bytes", "structure", "numbers"))
         if what == "bytes":
             return "profile, bytes", damaged_bytes(data, draw)
-        content = damaged_content(json.loads(data), draw, numbers=what == "numbers")
-        return f"profile, {what}", json.dumps(content, default=str, skipkeys=True).encode()
+        return f"profile, {what}", _json(damaged_content(json.loads(data), draw, numbers=what == "numbers"))
 
     def _schedule(self, subject: Subject, path: Path, draw: random.Random) -> tuple[str, str]:
         """Load it, show it, train with it."""

@@ -99,7 +99,7 @@ def draw_all(folder: Path, names: Sequence[str] = ()) -> None:
     folder.mkdir(exist_ok=True)
     for picture in PICTURES:
         if not names or picture.name in names:
-            file = folder / f"{picture.name}.pkl"
+            file = folder / f"{picture.name}.json"
             if not file.exists():
                 done = CliRunner().invoke(main, [*picture.words, "--out", str(file)])
                 if done.exit_code:

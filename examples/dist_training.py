@@ -25,7 +25,7 @@ import monet_like
 @click.option("--budget", default="70%", show_default=True, help="Of plain PyTorch's peak, or such as 1.5 GB.")
 @click.option("--sync-bn", is_flag=True, help="Batch norm by the statistics of all processes' images.")
 @click.option("--planning", default=60.0, show_default=True, help="Seconds to plan in, at most.")
-@click.option("--schedule", type=click.Path(path_type=Path), default="schedule.pkl", show_default=True)
+@click.option("--schedule", type=click.Path(path_type=Path), default="schedule.json", show_default=True)
 def main(steps: int, batch: int, size: int, budget: str, sync_bn: bool, planning: float, schedule: Path) -> None:
     """Train a MobileNetV2 on random images."""
     cuda = torch.cuda.is_available()

@@ -1,8 +1,8 @@
 """ImageNet classification with the flags of PyTorch's own recipe, and --solution_file or --budget for a schedule.
 
-    python solve.py "torchvision.models.resnet50()" 256 12 inplace_conv_multiway_newnode CBC --out resnet50.pkl
-    python examples/imagenet.py -a resnet50 -b 256 --gpu 0 --solution_file resnet50.pkl DATA
-    torchrun --nproc-per-node 8 examples/imagenet.py -a resnet50 -b 2048 --solution_file resnet50.pkl DATA
+    python solve.py "torchvision.models.resnet50()" 256 12 inplace_conv_multiway_newnode CBC --out resnet50.json
+    python examples/imagenet.py -a resnet50 -b 256 --gpu 0 --solution_file resnet50.json DATA
+    torchrun --nproc-per-node 8 examples/imagenet.py -a resnet50 -b 2048 --solution_file resnet50.json DATA
 
 DATA holds the folders ``train`` and ``val`` with one folder for each class. Under torchrun the batch is that of all
 processes together, and the schedule that of one; with --sync-bn it must be of a model with SyncBatchNorm, solved with

@@ -1,7 +1,7 @@
 """A plan for ``torch_remat``: each layer is a checkpoint, and the modules that the plan names keep what the backward
 reads. torchtitan takes the same names: ``RematAC.Config(save_regions=[...])``.
 
-    monet-like export mine.pkl --to remat --model net.py:make_model --regions "layers.*"
+    monet-like export mine.json --to remat --model net.py:make_model --regions "layers.*"
     python examples/remat_regions.py mine.remat.json net.py:make_model
 """
 

@@ -1,6 +1,6 @@
 """A plan as a memory policy of torchtitan's graph trainer: what it saves and recomputes of every layer.
 
-    monet-like export mine.pkl --to torchtitan --model net.py:make_model
+    monet-like export mine.json --to torchtitan --model net.py:make_model
     MONET_LIKE_POLICY=mine.torchtitan.json torchrun ... --compile.memory_policy monet_like
 
 Import this file before the trainer starts. The graph trainer keeps sharding, collectives and CUDA graphs to itself; it

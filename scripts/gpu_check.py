@@ -336,7 +336,7 @@ def plan(work: Work, budget: str, device: torch.device, folder: Path) -> str:
         A line on what came of it; the schedule is in ``folder/schedules``.
     """
     batch, *extents = work.inputs[0].shape
-    out = folder / "schedules" / f"{work.name}_{budget.replace('%', 'p')}.pkl"
+    out = folder / "schedules" / f"{work.name}_{budget.replace('%', 'p')}.json"
     command = [sys.executable, ROOT / "solve.py", work.model, batch, budget, work.mode, "heuristic", "--device", device]
     command += ["--profile", work.profile_in(folder, device), "--time-limit", PLAN_SECONDS, "--out", out]
     command += ["--autocast", work.autocast] if work.autocast else []
@@ -377,7 +377,7 @@ def _all_schedules(folder: Path) -> Iterator[tuple[str, ScheduleRecord]]:
         for listed in registry.schedules:
             yield listed.name, registry.record(listed)
         return
-    for path in sorted(folder.rglob("*.pkl")):
+    for path in sorted(folder.rglob("*.json")):
         try:
             yield path.stem, ScheduleRecord.load(path)
         except MonetError as error:

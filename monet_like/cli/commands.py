@@ -80,7 +80,7 @@ if TYPE_CHECKING:
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
-    help="Schedule file to write, such as mine.pkl.  [default: solution_NAME_BATCH_MODE_BUDGET.pkl, in this folder]",
+    help="Schedule file to write, such as mine.json.  [default: solution_NAME_BATCH_MODE_BUDGET.json, in this folder]",
 )
 @csv_option("the step's memory timeline")
 @with_terminal
@@ -113,7 +113,7 @@ def solve_command(**options: Any) -> None:
 @click.option(
     "--solution-file",
     type=click.Path(path_type=Path),
-    help="Schedule file to check, such as mine.pkl.  [default: the name that solve.py gives it, in this folder or in "
+    help="Schedule file to check, such as mine.json.  [default: the name that solve.py gives it, in this folder or in "
     "solutions/]",
 )
 @click.option(
@@ -140,7 +140,7 @@ def schedule_command(**options: Any) -> None:
     \b
     Example:
       python scripts/schedule.py "torchvision.models.resnet50()" 8 0.5 inplace_conv_multiway_newnode CBC \\
-          --solution_file solution_resnet50_8_inplace_conv_multiway_newnode_0.50.pkl --check_diff
+          --solution_file solution_resnet50_8_inplace_conv_multiway_newnode_0.50.json --check_diff
     """
     from .schedule import check
 
@@ -301,7 +301,7 @@ def inspect_command(file: Path, csv_file: Path | None, terminal: Terminal) -> No
 
     \b
     Example:
-      monet-like inspect solutions/solution_resnet50_184_inplace_conv_multiway_newnode_10.00.pkl
+      monet-like inspect solutions/solution_resnet50_184_inplace_conv_multiway_newnode_10.00.json
     """
     from ..ir.schedule_file import ScheduleRecord
     from .inspect import show_record
@@ -346,8 +346,8 @@ def report_command(**options: Any) -> None:
 
     \b
     Examples:
-      monet-like report solutions/solution_resnet50_184_inplace_conv_multiway_newnode_10.00.pkl --png
-      monet-like report mine.pkl --model net.py:make_model --front off --live
+      monet-like report solutions/solution_resnet50_184_inplace_conv_multiway_newnode_10.00.json --png
+      monet-like report mine.json --model net.py:make_model --front off --live
     """
     from .report import report
 

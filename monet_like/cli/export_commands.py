@@ -53,11 +53,11 @@ def export_command(**options: Any) -> None:
 
     \b
     Examples:
-      monet-like export mine.pkl --to json --model net.py:make_model
-      monet-like export mine.pkl --to sac --model net.py:make_model --regions 'layers.*'
-      monet-like export mine.pkl --to inductor --model net.py:make_model
-      monet-like export mine.pkl --to torchtitan --model net.py:make_model
-      monet-like export mine.pkl --to remat --model net.py:make_model --regions 'layers.*'
+      monet-like export mine.json --to json --model net.py:make_model
+      monet-like export mine.json --to sac --model net.py:make_model --regions 'layers.*'
+      monet-like export mine.json --to inductor --model net.py:make_model
+      monet-like export mine.json --to torchtitan --model net.py:make_model
+      monet-like export mine.json --to remat --model net.py:make_model --regions 'layers.*'
     """
     from .export import export
 

@@ -135,7 +135,7 @@ def zoo_add_command(**options: Any) -> None:
 
     \b
     Example:
-      monet-like zoo add resnet50 h200-sxm solutions/mine.pkl solutions/profiles/profile_resnet50_184_h200.json
+      monet-like zoo add resnet50 h200-sxm solutions/mine.json solutions/profiles/profile_resnet50_184_h200.json
     """
     from .zoo import add
 

@@ -46,7 +46,7 @@ def summary_counts(program: Program, found: Plan) -> dict[str, int]:
 
 
 def default_names(name: str, request: Request, budget: Budget, folder: Path) -> Path:
-    """Default path of a schedule file, such as ``solution_resnet50_184_inplace_conv_multiway_newnode_10.00.pkl``.
+    """Default path of a schedule file, such as ``solution_resnet50_184_inplace_conv_multiway_newnode_10.00.json``.
 
     A share of plain PyTorch's peak stands there as ``60percent``.
     """
@@ -54,7 +54,7 @@ def default_names(name: str, request: Request, budget: Budget, folder: Path) -> 
     limit = "card" if budget.is_card else limit
     words = [weights_layout(request.model), f"autocast_{request.autocast}" if request.autocast else ""]
     suffix = "".join(f"_{word}" for word in (*words, "ablation" if request.ablation else "") if word)
-    return folder / f"solution_{name}_{request.batch}_{request.mode}_{limit}{suffix}.pkl"
+    return folder / f"solution_{name}_{request.batch}_{request.mode}_{limit}{suffix}.json"
 
 
 def attention_of(captured: Captured) -> str:

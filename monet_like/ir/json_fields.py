@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,8 +26,15 @@ def headed(record: Any, form: str, version: int, *, without: str) -> dict[str, A
 
 def write_lines(path: Path, content: Mapping[str, Any]) -> None:
     """Write a file's content as JSON, one line per field, whole or not at all."""
-    members = ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in content.items())
+    members = ",\n".join(f"{json.dumps(name)}: {json.dumps(value, default=_plain)}" for name, value in content.items())
     write_atomically(path, f"{{\n{members}\n}}\n".encode())
+
+
+def _plain(number: Any) -> Any:
+    """A number of NumPy's, such as a solver gives, as Python's."""
+    if isinstance(number, numbers.Real):
+        return int(number) if isinstance(number, numbers.Integral) else float(number)
+    raise TypeError(f"{type(number).__name__} is not plain data")
 
 
 def digest_of_fields(content: dict[str, Any]) -> str:

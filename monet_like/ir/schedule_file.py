@@ -1,4 +1,4 @@
-"""Schedule files: a schedule, the problem it solves and its predicted peak and time, as builtins in a pickle."""
+"""Schedule files: a schedule, the problem it solves and its predicted peak and time, as JSON."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ScheduleFileError
-from ..files import read_bytes, write_atomically
+from ..files import read_bytes
 from .frames import frame
 from .json_fields import read_as, write_lines
-from .plain_pickle import dump_plain, load_plain
 from .schedule import Schedule
 from .units import format_bytes, format_seconds
 
@@ -137,15 +136,8 @@ class ScheduleRecord:
         return frame(columns, [tuple(own.values())])
 
     def save(self, path: Path) -> None:
-        """Write the file, whole or not at all."""
-        write_atomically(path, dump_plain(self.content()))
-
-    def to_json(self, path: str | Path) -> None:
-        """Write the same content as JSON, one line per field.
-
-        `load`, `ScheduleWrapper` and all commands read it, too.
-        """
-        write_lines(Path(path), self.content())
+        """Write the file, one line per field, whole or not at all."""
+        write_lines(path, self.content())
 
     def content(self) -> dict[str, Any]:
         """Everything that the file holds, as plain builtins."""
@@ -158,18 +150,17 @@ class ScheduleRecord:
 
     @staticmethod
     def load(path: Path) -> ScheduleRecord:
-        """Read a file, a pickle or JSON, without running anything in it.
+        """Read a file.
 
         Raises:
-            ScheduleFileError: missing, truncated, hostile, of another format or version, or with a wrong field.
+            ScheduleFileError: missing, truncated, of another format or version, or with a wrong field.
         """
-        found = read_bytes(path, "schedule")
-        if found[:1] != b"{":  # no pickle begins so
-            return ScheduleRecord.of_content(load_plain(found, path), str(path))
         try:
-            content = json.loads(found)
+            content = json.loads(read_bytes(path, "schedule"))
         except (ValueError, RecursionError) as error:  # the latter: nested too deeply
-            raise ScheduleFileError(f"{path} is damaged (no JSON: {error}); solve again") from None
+            raise ScheduleFileError(
+                f"{path} is not a schedule file, or is damaged (no JSON: {error}); solve again"
+            ) from None
         return ScheduleRecord.of_content(content, str(path))
 
     @staticmethod

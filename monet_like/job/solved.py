@@ -110,16 +110,12 @@ class SolvedPlan:
         return self.timeline.to_frame()
 
     def save(self, path: str | Path) -> None:
-        """Write the schedule file (a pickle of plain builtins), for `ScheduleWrapper` and the commands.
+        """Write the schedule file (JSON), for `ScheduleWrapper` and the commands.
 
         Raises:
             UsageError: it cannot be written.
         """
         self.record.save(Path(path))
-
-    def to_json(self, path: str | Path) -> None:
-        """Write the schedule file as JSON, which everything reads that reads schedule files."""
-        self.record.to_json(path)
 
     def wrap(self, backend: str = "eager") -> ScheduleWrapper:
         """The job's model, which from now on trains by this schedule; as `ScheduleWrapper`."""

@@ -18,7 +18,7 @@ from ..ir.schedule_file import ScheduleRecord
 
 FORMAT = "monet_like zoo model"
 VERSION = 1
-#: How file names end. Other files of a zoo hold one schedule each.
+#: How file names end.
 SUFFIX = ".json"
 #: Fields that stand once where all schedules have the same.
 _SHARED = (

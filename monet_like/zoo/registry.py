@@ -21,6 +21,7 @@ from ..files import read_bytes, shipped_folder, write_atomically
 from ..ir.display import short_repr
 from ..ir.frames import frame_of
 from ..ir.json_fields import read_as, read_headed
+from ..ir.schedule_file import FORMAT as SCHEDULE_FORMAT
 from ..ir.schedule_file import ScheduleRecord
 from . import model_file
 from .rows import Listed, Refused, Rows, ZooFile, check_file, in_order, place, shorter
@@ -166,7 +167,7 @@ class Registry:
         """
         path = self.check(self.file_of(listed))
         records = read_file(path)
-        found = next(iter(records.values())) if path.suffix != model_file.SUFFIX else records.get(listed.full_name)
+        found = records.get(listed.full_name, records.get(""))
         if found is None:
             raise ScheduleFileError(f"{path} has no schedule {listed.full_name}; build the zoo again")
         return found
@@ -210,7 +211,7 @@ class Registry:
         lost: list[Listed] = []
         for path in paths:
             wanted = [listed for listed in self.schedules if listed.path == path]
-            if path.endswith(model_file.SUFFIX):
+            if not _holds_one(self.folder / path):
                 known = self._readable(files.get(path)) | dict(new)
                 lost += [listed for listed in wanted if listed.full_name not in known]
                 records = {listed.full_name: known[listed.full_name] for listed in wanted if listed.full_name in known}
@@ -240,9 +241,17 @@ def read_file(path: Path) -> dict[str, ScheduleRecord]:
     """All schedules of a file, by full name; one that holds a single schedule has it under "".
 
     Raises:
-        ScheduleFileError: missing, hostile or damaged.
+        ScheduleFileError: missing or damaged.
     """
-    return model_file.load(path) if path.suffix == model_file.SUFFIX else {"": ScheduleRecord.load(path)}
+    return {"": ScheduleRecord.load(path)} if _holds_one(path) else model_file.load(path)
+
+
+def _holds_one(path: Path) -> bool:
+    """Whether a file holds one schedule rather than all of a model; False where it is no such file."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        content = json.loads(path.read_bytes())
+        return isinstance(content, dict) and content.get("format") == SCHEDULE_FORMAT
+    return False
 
 
 def _described(folder: Path, path: str) -> ZooFile:

@@ -400,8 +400,8 @@ def test_the_gpu_check_replays_and_profiles_without_a_solver(tmp_path: Path, mon
     example = ((torch.randn(2, 3, 16, 16),), {})
     request = Request(residual(), example, "normal", f"{HELPERS}/chain.py:residual", strategy="store_all")
     found = Compiler(request, torch.device("cpu"), Given(DEVICES["cpu"])).plan(2**40)
-    found.record.save(tmp_path / "solutions" / "a.pkl")
-    (tmp_path / "solutions" / "b.pkl").write_bytes(b"no schedule")
+    found.record.save(tmp_path / "solutions" / "a.json")
+    (tmp_path / "solutions" / "b.json").write_bytes(b"no schedule")
     words = ["--out", tmp_path, "--solutions", tmp_path / "solutions", "--models", "residual", "--device", "cpu"]
     done = CliRunner().invoke(gpu_check.main, [*map(str, words), "--steps", "1"])
     assert done.exit_code == 0, done.output

@@ -105,8 +105,8 @@ def test_a_schedule_pins_the_attention_it_was_planned_with(tmp_path: Path) -> No
     found = problem(model, x, device="cpu", attention="math", mode="normal", profile="roofline:cpu").plan(
         "200%", strategy="store_all"
     )
-    found.save(tmp_path / "math.pkl")
-    record = ScheduleRecord.load(tmp_path / "math.pkl")
+    found.save(tmp_path / "math.json")
+    record = ScheduleRecord.load(tmp_path / "math.json")
     assert record.attention == "math"
     wrapped = ScheduleWrapper(model, record, example=((x,), {}))
     for _ in range(2):
@@ -118,7 +118,7 @@ def test_a_schedule_pins_the_attention_it_was_planned_with(tmp_path: Path) -> No
     with attention_as("math"):
         model(x).backward()
     assert all(map(torch.equal, found_gradients, (p.grad for p in model.parameters())))
-    other = tmp_path / "other.pkl"
+    other = tmp_path / "other.json"
     ScheduleRecord(**{**vars(record), "attention": "paged"}).save(other)
     with pytest.raises(ScheduleFileError, match="attention is 'paged', which this version does not know"):
         ScheduleWrapper(nn.Sequential(), other)

@@ -119,7 +119,7 @@ def test_less_memory_is_needed_and_gradients_are_the_same_bits() -> None:
 @pytest.mark.slow
 def test_the_file_says_which_and_a_smaller_batch_has_the_same(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    plain, path = Net(), tmp_path / "schedule.pkl"
+    plain, path = Net(), tmp_path / "schedule.json"
     record = solved(plain, 0.8)
     record.save(path)
     assert ScheduleRecord.load(path) == record

@@ -184,8 +184,8 @@ def test_the_command_line_plans_and_checks_them(tmp_path: Path, monkeypatch: pyt
     options = ["--input-shape", "3,32,32", "--autocast", "bfloat16", "--channels-last"]
     result = CliRunner().invoke(main, ["solve", *words, *options, "--strategy", "heuristic"])
     assert result.exit_code == 0, result.output
-    (path,) = tmp_path.glob("*.pkl")
-    assert path.name == "solution_net_make_16_inplace_multiway_newnode_0.50_channels_last_autocast_bfloat16.pkl"
+    (path,) = tmp_path.glob("*.json")
+    assert path.name == "solution_net_make_16_inplace_multiway_newnode_0.50_channels_last_autocast_bfloat16.json"
     result = CliRunner().invoke(main, ["schedule", *words, *options, "--check-diff"])
     assert result.exit_code == 0 and "check_diff: passed" in result.output, result.output
     result = CliRunner().invoke(main, ["solve", *words, "--autocast", "int8"])

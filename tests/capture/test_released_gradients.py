@@ -92,8 +92,8 @@ def test_steps_end_where_plain_pytorchs_do_within_what_is_predicted(
     report = simulate(captured.program, schedule, Free())
     record = record_for(captured, schedule, "normal", example)
     record = replace(record, optimizer_in_backward=True, peak_bytes=report.peak_bytes)
-    record.save(tmp_path / "record.pkl")
-    record = ScheduleRecord.load(tmp_path / "record.pkl")
+    record.save(tmp_path / "record.json")
+    record = ScheduleRecord.load(tmp_path / "record.json")
     assert record.optimizer_in_backward
     plain, mine = twin(model), ScheduleWrapper(twin(model), record, example=example[1:])
     for candidate in (plain, mine):
@@ -146,10 +146,10 @@ def test_the_command_line_plans_for_it(tmp_path: Path, monkeypatch: pytest.Monke
         "    return nn.Sequential(nn.Flatten(), *(nn.Linear(48, 48, bias=False) for _ in range(30)))\n"
     )
     words = "solve net.py:net 2 850KB normal --input-shape 3,4,4"
-    options = ["--quick", "--optimizer", "adam_fused", "--optimizer-in-backward", "--out", "mine.pkl"]
+    options = ["--quick", "--optimizer", "adam_fused", "--optimizer-in-backward", "--out", "mine.json"]
     done = CliRunner().invoke(main, [*words.split(), *options])
     assert done.exit_code == 0, done.output
-    record = ScheduleRecord.load(tmp_path / "mine.pkl")
+    record = ScheduleRecord.load(tmp_path / "mine.json")
     weights = 30 * 48 * 48 * 4
     assert record.optimizer_in_backward
     assert record.optimizer_bytes == 2 * weights

@@ -27,22 +27,22 @@ def run(*arguments: str) -> str:
 def solved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a schedule and its memory timeline."""
     folder = tmp_path_factory.mktemp("solved")
-    files = ("--out", str(folder / "s.pkl"), "--csv", str(folder / "timeline.csv"))
+    files = ("--out", str(folder / "s.json"), "--csv", str(folder / "timeline.csv"))
     text = run("solve", CHAIN, "1", "80%", "normal", "heuristic", "--profile", "roofline:cpu", *files)
     assert f"wrote {folder / 'timeline.csv'}" in text
     return folder
 
 
 def test_a_solved_schedule(solved: Path) -> None:
-    record, timeline = ScheduleRecord.load(solved / "s.pkl"), pandas.read_csv(solved / "timeline.csv")
+    record, timeline = ScheduleRecord.load(solved / "s.json"), pandas.read_csv(solved / "timeline.csv")
     assert timeline.bytes.max() == record.peak_bytes
     assert timeline.seconds.sum() == pytest.approx(record.seconds)
     assert len(timeline) == len(record.schedule.runs())
 
 
 def test_an_inspected_schedule(solved: Path, tmp_path: Path) -> None:
-    record = ScheduleRecord.load(solved / "s.pkl")
-    output = run("inspect", str(solved / "s.pkl"), "--csv", str(tmp_path / "slots.csv"), "--json")
+    record = ScheduleRecord.load(solved / "s.json")
+    output = run("inspect", str(solved / "s.json"), "--csv", str(tmp_path / "slots.csv"), "--json")
     assert json.loads(output)["peak_bytes"] == record.peak_bytes  # nothing else is printed
     slots = pandas.read_csv(tmp_path / "slots.csv")
     assert list(slots.way) == list(record.schedule.ways) and slots.recomputed.sum() == record.schedule.rerun_count
@@ -52,7 +52,7 @@ def test_an_inspected_schedule(solved: Path, tmp_path: Path) -> None:
 def test_a_report_has_measured_bytes_too(solved: Path, tmp_path: Path) -> None:
     files = ("--out", str(tmp_path / "s.html"), "--csv", str(tmp_path / "timeline.csv"))
     words = ("--model", CHAIN, "--profile", "roofline:cpu", "--front", "off", "--live", "--device", "cpu", "--json")
-    told = json.loads(run("report", str(solved / "s.pkl"), *words, *files))
+    told = json.loads(run("report", str(solved / "s.json"), *words, *files))
     timeline = pandas.read_csv(tmp_path / "timeline.csv")
     assert list(timeline.bytes) == list(pandas.read_csv(solved / "timeline.csv").bytes)
     assert list(timeline.measured_bytes) == told["measured_bytes"]

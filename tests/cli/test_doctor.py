@@ -29,7 +29,7 @@ def findings(text: str) -> dict[tuple[str, str], dict]:  # type: ignore[type-arg
 
 def test_json_tells_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / "plan.pkl").write_bytes(bytes(1234))
+    (tmp_path / "cache" / "plan.json").write_bytes(bytes(1234))
     monkeypatch.setenv("MONET_LIKE_CACHE", str(tmp_path / "cache"))
     result = CliRunner().invoke(main, ["doctor", "--json"])
     assert result.exit_code == 0, result.output

@@ -168,9 +168,9 @@ def test_an_infeasible_budget_names_one_that_does() -> None:
     found = re.search(r"the smallest known budget is ([0-9.]+ [KM]B) \(([0-9]+) bytes\)", message)
     assert found, message
     assert written() == []
-    result = solve("--out", "fits.pkl", budget=f"{found.group(2)} B")
+    result = solve("--out", "fits.json", budget=f"{found.group(2)} B")
     assert result.exit_code == 0, result.output
-    record = ScheduleRecord.load(Path("fits.pkl"))
+    record = ScheduleRecord.load(Path("fits.json"))
     assert record.peak_bytes <= record.budget_bytes == int(found.group(2))
 
 
@@ -182,7 +182,7 @@ def test_solver() -> None:
 
 
 def test_solver_names_in_any_case() -> None:
-    assert solve("--out", "plan.pkl", solver="highs").exit_code == 0
+    assert solve("--out", "plan.json", solver="highs").exit_code == 0
 
 
 @pytest.mark.parametrize(("count", "missing"), [(0, "MODEL"), (1, "BATCH"), (2, "BUDGET")])
@@ -275,8 +275,8 @@ def test_a_shape_that_the_model_refuses() -> None:
 def test_an_unwritable_out_is_found_before_any_work() -> None:
     Path("circle").symlink_to("circle")
     # the budget is infeasible, which only the planner, later, could say
-    message = "cannot write circle/plan.pkl: Too many levels of symbolic links; choose another place"
-    assert error(solve("--out", "circle/plan.pkl", budget="1 B")) == message
+    message = "cannot write circle/plan.json: Too many levels of symbolic links; choose another place"
+    assert error(solve("--out", "circle/plan.json", budget="1 B")) == message
 
 
 @pytest.mark.parametrize(
@@ -315,11 +315,11 @@ def test_a_profile_of_another_machine(device: str) -> None:
 
 
 def test_options_take_dashes_and_underscores_alike() -> None:
-    out = "--out=with_underscore-and-dash.pkl"
+    out = "--out=with_underscore-and-dash.json"
     result = solve("--time_limit", "20", "--input_shape=3,8,8", out, "--profile_batch", "2")
     assert result.exit_code == 0, result.output
-    assert written() == ["with_underscore-and-dash.pkl"]
-    result = schedule("--solution_file", "with_underscore-and-dash.pkl", "--check_diff", "--run-bs")
+    assert written() == ["with_underscore-and-dash.json"]
+    result = schedule("--solution_file", "with_underscore-and-dash.json", "--check_diff", "--run-bs")
     assert "check_diff: passed" in result.output
 
 
@@ -343,7 +343,7 @@ def test_a_model_without_parameters_is_no_crash() -> None:
 def zoo(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A zoo in ``solutions/`` with a schedule under the name that solve.py gives it, and its measured profile."""
     found = folder / "solutions"
-    schedule_file, profile = found / "solution_net_make_4_normal_1.00.pkl", found / "profiles" / "measured.json"
+    schedule_file, profile = found / "solution_net_make_4_normal_1.00.json", found / "profiles" / "measured.json"
     monkeypatch.setenv("MONET_LIKE_ZOO", str(found))
     result = solve("--out", str(schedule_file), "--gap", "0.5", profile=("--profile", str(profile)))
     assert result.exit_code == 0, result.output
@@ -358,15 +358,15 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 
 def test_what_is_solved_replaces_no_file_of_the_zoo(zoo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, schedule_file = contents(zoo), zoo / "solution_net_make_4_normal_1.00.pkl"
+    before, schedule_file = contents(zoo), zoo / "solution_net_make_4_normal_1.00.json"
     assert solve().exit_code == 0
     assert contents(zoo) == before
     assert Path(schedule_file.name).exists()  # in the current folder
-    Path("link.pkl").symlink_to(schedule_file)
+    Path("link.json").symlink_to(schedule_file)
     for out in (
         str(schedule_file),
         f"solutions/../solutions/{schedule_file.name}",
-        "link.pkl",
+        "link.json",
         "solutions/registry.json",
     ):
         assert error(solve("--out", out)) == (
@@ -396,8 +396,8 @@ def test_a_profile_of_the_zoo_is_read_and_not_written(zoo: Path) -> None:
 
 def test_a_schedule_is_looked_for_here_and_then_in_solutions(zoo: Path) -> None:
     assert "check_diff: passed" in schedule("--check-diff").output
-    Path("solution_net_make_4_normal_1.00.pkl").write_bytes(b"else")
-    assert error(schedule("--check-diff")).startswith("solution_net_make_4_normal_1.00.pkl is not a ")
+    Path("solution_net_make_4_normal_1.00.json").write_bytes(b"else")
+    assert error(schedule("--check-diff")).startswith("solution_net_make_4_normal_1.00.json is not a ")
 
 
 # The schedule and inspect commands ----------------------------------------------------------------------------
@@ -408,7 +408,7 @@ def solved() -> Iterator[ScheduleRecord]:
     """A schedule file under the name that both commands agree on."""
     result = solve()
     assert result.exit_code == 0, result.output
-    yield ScheduleRecord.load(Path("solution_net_make_4_normal_1.00.pkl"))
+    yield ScheduleRecord.load(Path("solution_net_make_4_normal_1.00.json"))
 
 
 def test_no_check_asked_for() -> None:
@@ -417,10 +417,10 @@ def test_no_check_asked_for() -> None:
 
 def test_a_missing_solution_file() -> None:
     assert error(schedule("--run-bs")) == (
-        "there is no schedule file solution_net_make_4_normal_1.00.pkl; make one with solve.py, or give another"
+        "there is no schedule file solution_net_make_4_normal_1.00.json; make one with solve.py, or give another"
     )
-    assert error(CliRunner().invoke(inspect_command, ["no.pkl"])) == (
-        "there is no schedule file no.pkl; make one with solve.py, or give another"
+    assert error(CliRunner().invoke(inspect_command, ["no.json"])) == (
+        "there is no schedule file no.json; make one with solve.py, or give another"
     )
 
 
@@ -430,7 +430,7 @@ def test_steps() -> None:
 
 @pytest.mark.usefixtures("solved")
 def test_a_schedule_of_another_shape() -> None:
-    message = error(schedule("--run-bs", "--solution-file", "solution_net_make_4_normal_1.00.pkl", batch="5"))
+    message = error(schedule("--run-bs", "--solution-file", "solution_net_make_4_normal_1.00.json", batch="5"))
     assert message == (
         "the schedule was solved for float32[4, 3, 8, 8], the model was called with float32[5, 3, 8, 8]; "
         "smaller inputs (a batch, a length) are fine, anything else needs a schedule of its own"
@@ -438,19 +438,19 @@ def test_a_schedule_of_another_shape() -> None:
 
 
 def test_a_step_that_does_not_fit_is_told_by_the_exit_code(solved: ScheduleRecord) -> None:
-    replace(solved, budget_bytes=1000).save(Path("tight.pkl"))
-    result = schedule("--run-bs", "--solution-file", "tight.pkl")
+    replace(solved, budget_bytes=1000).save(Path("tight.json"))
+    result = schedule("--run-bs", "--solution-file", "tight.json")
     assert (result.exit_code, result.stdout.strip().splitlines()[-1]) == (1, "run_bs: did not fit")
 
 
 def test_inspect(solved: ScheduleRecord) -> None:
     """Markup in a file's texts is shown, not obeyed; --json is one object with every field."""
-    replace(solved, model="net[/bold].py:make[red]").save(Path("odd.pkl"))
-    result = CliRunner().invoke(inspect_command, ["odd.pkl"])
+    replace(solved, model="net[/bold].py:make[red]").save(Path("odd.json"))
+    result = CliRunner().invoke(inspect_command, ["odd.json"])
     assert result.exit_code == 0, result.exception
     assert "net[/bold].py:make[red]" in result.stdout
     assert "float32[4, 3, 8, 8]" in result.stdout
-    content = json.loads(CliRunner().invoke(inspect_command, ["--json", "odd.pkl"]).stdout)
+    content = json.loads(CliRunner().invoke(inspect_command, ["--json", "odd.json"]).stdout)
     assert content["fingerprint"] == solved.fingerprint
     assert content["schedule"]["forward"] == list(solved.schedule.forward)
     assert content["budget_bytes"] == 2**30
@@ -551,13 +551,13 @@ def test_ctrl_c_while_solving_keeps_the_best_plan(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(module, "start_worker", start)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs in the background
     try:
-        result = solve("--gap", "0", "--out", "plan.pkl", model="net.py:chain", budget="24 KB")
+        result = solve("--gap", "0", "--out", "plan.json", model="net.py:chain", budget="24 KB")
     finally:
         signal.signal(signal.SIGINT, before)
     assert seen, result.output
     assert result.exit_code == 0, result.output
     assert "stopped by hand" in result.output
-    assert written() == ["plan.pkl"]
+    assert written() == ["plan.json"]
     assert not psutil.pid_exists(seen[0])
 
 
@@ -597,9 +597,9 @@ def test_nothing_to_train(tmp_path: Path) -> None:
 
 
 def test_a_schedule_of_another_mode_than_is_typed(solved: ScheduleRecord) -> None:
-    replace(solved, mode="multiway").save(Path("other.pkl"))
-    message = "other.pkl is of mode multiway, and MODE is normal; give the file's, or another file"
-    assert error(schedule("--run-bs", "--solution-file", "other.pkl")) == message
+    replace(solved, mode="multiway").save(Path("other.json"))
+    message = "other.json is of mode multiway, and MODE is normal; give the file's, or another file"
+    assert error(schedule("--run-bs", "--solution-file", "other.json")) == message
 
 
 def test_pictures_have_a_known_ending() -> None:
@@ -688,8 +688,8 @@ def test_why_a_strategy_has_no_schedule_is_said(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_schedule_for_another_device_is_said_to_be_one(solved: ScheduleRecord) -> None:
-    replace(solved, device="roofline:a100", fingerprint="0" * 64).save(Path("other.pkl"))
-    assert error(schedule("--run-bs", "--solution-file", "other.pkl")) == (
+    replace(solved, device="roofline:a100", fingerprint="0" * 64).save(Path("other.json"))
+    assert error(schedule("--run-bs", "--solution-file", "other.json")) == (
         "this schedule was planned for a100 (datasheet rates), a cuda device, and Sequential is on cpu, where PyTorch "
         "runs other operators; move the model to cuda, name a schedule for cpu (zoo:NAME@PROFILE as monet-like zoo "
         "list shows them), or plan for it with monet-like solve --device cpu"

@@ -55,10 +55,10 @@ def run(*words: str, exit_code: int = 0) -> Result:
 def test_three_arguments_are_enough() -> None:
     """And the schedule command, asked with the same three, finds the file and checks it."""
     told = run("solve", "net.py:Net", "8", "80%").stdout
-    record = ScheduleRecord.load(Path(f"solution_net_Net_8_{MODE}_80percent.pkl"))
+    record = ScheduleRecord.load(Path(f"solution_net_Net_8_{MODE}_80percent.json"))
     assert (record.mode, record.model, record.solver.split()[0]) == (MODE, "net.py:Net", SOLVER)
     assert record.budget_bytes == int(0.8 * record.plain_peak_bytes) >= record.peak_bytes
-    assert f"wrote solution_net_Net_8_{MODE}_80percent.pkl" in told
+    assert f"wrote solution_net_Net_8_{MODE}_80percent.json" in told
     checked = run("schedule", "net.py:Net", "8", "80%", "--run-bs", "--json").stdout
     assert json.loads(checked)["run_bs"]["fitted"] is True
 

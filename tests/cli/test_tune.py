@@ -45,7 +45,7 @@ def test_costs_lie_between_constant_and_in_proportion() -> None:
 
 @pytest.mark.slow
 def test_finds_the_best_batch_and_writes_its_schedule(tmp_path: Path) -> None:
-    model, out, table, picture = (tmp_path / name for name in ("net.py", "best.pkl", "all.csv", "all.png"))
+    model, out, table, picture = (tmp_path / name for name in ("net.py", "best.json", "all.csv", "all.png"))
     model.write_text(NETWORK)
     files = ("--csv", str(table), "--plot", str(picture), "--out", str(out))
     arguments = (f"{model}:make_model", "0.018", "--input-shape", "8,16,16", "--profile", "roofline:a100")
@@ -71,7 +71,7 @@ def test_finds_the_best_batch_and_writes_its_schedule(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_best_are_run(tmp_path: Path) -> None:
-    model, store, out = tmp_path / "net.py", tmp_path / "profile.json", tmp_path / "best.pkl"
+    model, store, out = tmp_path / "net.py", tmp_path / "profile.json", tmp_path / "best.json"
     model.write_text(NETWORK)
     arguments = (f"{model}:make_model", "0.003", "--input-shape", "8,16,16", "--batches", "4,8,16", "--device", "cpu")
     text = run(

@@ -48,7 +48,7 @@ def test_solve_check_and_inspect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert first.returncode == 0, first.stderr
     for word in ("plain PyTorch (predicted)", "columns", "rows", "bound, gap", "capture", "kept for the backward"):
         assert word in first.stdout
-    path = tmp_path / "solution_net_net_16_inplace_conv_multiway_newnode_85percent.pkl"
+    path = tmp_path / "solution_net_net_16_inplace_conv_multiway_newnode_85percent.json"
     record = ScheduleRecord.load(path)
     assert record.peak_bytes <= record.budget_bytes == int(0.85 * record.plain_peak_bytes)
     (profile,) = Path(os.environ["MONET_LIKE_CACHE"]).glob("profile_*.json")
@@ -71,13 +71,13 @@ def test_options_of_the_problem_reach_the_plan(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     (tmp_path / "net.py").write_text(NET)
     net, mode = ("net.py:net", "16"), ("inplace_multiway_newnode", "heuristic", "--input-shape", "8,16,16")
-    said = run_here("solve", *net, "92%", *mode, "--profile-batch", "2", "--out", "a.pkl")
+    said = run_here("solve", *net, "92%", *mode, "--profile-batch", "2", "--out", "a.json")
     assert "measured at batch 2, scaled to 16" in said
-    assert ScheduleRecord.load(tmp_path / "a.pkl").schedule.rerun_count > 0
-    ablation = ("--ablation", "--profile", "roofline:cpu", "--out", "b.pkl")
+    assert ScheduleRecord.load(tmp_path / "a.json").schedule.rerun_count > 0
+    ablation = ("--ablation", "--profile", "roofline:cpu", "--out", "b.json")
     assert "no schedule fits" in run_here("solve", *net, "92%", *mode, *ablation, exit_code=2)
     run_here("solve", *net, "99%", *mode, *ablation)
-    record = ScheduleRecord.load(tmp_path / "b.pkl")
+    record = ScheduleRecord.load(tmp_path / "b.json")
     assert record.ablation and record.schedule.rerun_count == 0
 
 
@@ -143,8 +143,8 @@ def test_reserve_does_nothing_where_nothing_is_cached(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
     record = monet_like.auto_schedule(model, torch.randn(32, 64), memory_budget="100%").record
     assert record is not None
-    record.save(tmp_path / "schedule.pkl")
-    assert monet_like.reserve(record, "cpu") == monet_like.reserve(tmp_path / "schedule.pkl", "cpu") == 0
+    record.save(tmp_path / "schedule.json")
+    assert monet_like.reserve(record, "cpu") == monet_like.reserve(tmp_path / "schedule.json", "cpu") == 0
 
 
 @pytest.mark.parametrize("budget", [0, -5, True, 1.5, "0%", "many"])

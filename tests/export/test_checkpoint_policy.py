@@ -318,9 +318,9 @@ def test_results_that_are_changed_in_place_are_right(budget: str) -> None:
 def test_the_command_writes_a_file_of_a_schedule_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("net.py").write_text(NET)
-    solve = ("solve", "net.py:make_model", "256", "80%", "normal", "heuristic", "--out", "n.pkl", "--quiet")
+    solve = ("solve", "net.py:make_model", "256", "80%", "normal", "heuristic", "--out", "n.json", "--quiet")
     assert CliRunner().invoke(main, solve).exit_code == 0
-    words = ("export", "n.pkl", "--to", "sac", "--model", "net.py:make_model", "--regions", "?.block", "--json")
+    words = ("export", "n.json", "--to", "sac", "--model", "net.py:make_model", "--regions", "?.block", "--json")
     assert "no module is called" in CliRunner().invoke(main, words).output
     done = CliRunner().invoke(main, [word.replace("?", "*") for word in words])
     assert done.exit_code == 0, done.output
@@ -328,7 +328,7 @@ def test_the_command_writes_a_file_of_a_schedule_file(tmp_path: Path, monkeypatc
     assert json.loads(done.stdout) == policy.plan.content()
     assert [region.module for region in policy.plan.regions] == [f"{k}.block" for k in range(1, 5)]
     assert policy.peak_bytes <= policy.plan.budget_bytes < policy.plan.plain_peak_bytes
-    refused = CliRunner().invoke(main, ("export", "n.pkl", "--regions", "a"))
+    refused = CliRunner().invoke(main, ("export", "n.json", "--regions", "a"))
     assert refused.exit_code == 2
     assert "give --to sac" in refused.output
 

@@ -101,11 +101,11 @@ def test_offloaded_results_say_so() -> None:
 def test_the_command_writes_what_the_function_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("net.py").write_text(NET)
-    solve = "solve net.py:Net 8 60% normal heuristic --profile roofline:a100 --out n.pkl --quiet"
+    solve = "solve net.py:Net 8 60% normal heuristic --profile roofline:a100 --out n.json --quiet"
     assert CliRunner().invoke(main, solve).exit_code == 0
-    done = CliRunner().invoke(main, ("export", "n.pkl", "--model", "net.py:Net", "--json"))
+    done = CliRunner().invoke(main, ("export", "n.json", "--model", "net.py:Net", "--json"))
     assert done.exit_code == 0, done.output
-    record, content = ScheduleRecord.load(Path("n.pkl")), json.loads(Path("n.decisions.json").read_text())
+    record, content = ScheduleRecord.load(Path("n.json")), json.loads(Path("n.decisions.json").read_text())
     assert json.loads(done.stdout) == content
     assert (content["format"], content["version"]) == ("monet_like decisions", 1)
     assert (content["peak_bytes"], content["seconds"]) == (record.peak_bytes, record.seconds)
@@ -116,8 +116,8 @@ def test_the_command_writes_what_the_function_finds(tmp_path: Path, monkeypatch:
 
 def test_the_command_says_that_it_needs_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    solved("60%", "normal").save("n.pkl")
-    done = CliRunner().invoke(main, ("export", "n.pkl"))
+    solved("60%", "normal").save("n.json")
+    done = CliRunner().invoke(main, ("export", "n.json"))
     assert done.exit_code == 2
     assert "--model" in done.output
     assert not Path("n.decisions.json").exists()

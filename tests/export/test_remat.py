@@ -253,7 +253,7 @@ def make_inputs(batch):
 
 def test_the_command_and_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "net.py").write_text(NET)
-    model, file = f"{tmp_path}/net.py:Net", tmp_path / "mine.pkl"
+    model, file = f"{tmp_path}/net.py:Net", tmp_path / "mine.json"
 
     def run(*words: str) -> str:
         done = CliRunner().invoke(main, [*words, "--device", "cpu"], catch_exceptions=False)

@@ -183,11 +183,11 @@ def test_the_command_writes_what_the_policy_reads(
     model = f"{Path(__file__)}:with_dropout"
 
     def exported(budget: str, to: str) -> Result:
-        solve = f"solve '{model}' 256 {budget} normal heuristic --input-shape 64 --out m.pkl --quiet"
+        solve = f"solve '{model}' 256 {budget} normal heuristic --input-shape 64 --out m.json --quiet"
         done = CliRunner().invoke(main, solve)
         assert done.exit_code == 0, done.output
         regions = ("--regions", "layers.*") if to == "sac" else ()
-        return CliRunner().invoke(main, ("export", "m.pkl", "--to", to, "--model", model, "--json", *regions))
+        return CliRunner().invoke(main, ("export", "m.json", "--to", to, "--model", model, "--json", *regions))
 
     # So little memory that checkpointing must draw masks again, which torchtitan cannot.
     assert exported("55%", "sac").exit_code == 0
@@ -221,6 +221,6 @@ def test_the_command_writes_what_the_policy_reads(
 
 
 def test_regions_are_of_policies_alone() -> None:
-    refused = CliRunner().invoke(main, ("export", "n.pkl", "--to", "inductor", "--regions", "a"))
+    refused = CliRunner().invoke(main, ("export", "n.json", "--to", "inductor", "--regions", "a"))
     assert refused.exit_code == 2
     assert "give --to sac, torchtitan or remat, or leave them out for --to inductor" in refused.output

@@ -296,10 +296,10 @@ def test_the_command_plans_in_advance(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     Path("net.py").write_text(NET)
     runner = CliRunner()
-    solve = "solve net.py:make_model 256 90% normal heuristic --input-shape 64 --out n.pkl --quiet"
+    solve = "solve net.py:make_model 256 90% normal heuristic --input-shape 64 --out n.json --quiet"
     done = runner.invoke(main, solve)
     assert done.exit_code == 0, done.output
-    done = runner.invoke(main, ("export", "n.pkl", "--to", "inductor", "--model", "net.py:make_model", "--json"))
+    done = runner.invoke(main, ("export", "n.json", "--to", "inductor", "--model", "net.py:make_model", "--json"))
     assert done.exit_code == 0, done.output
     (planned,) = read_plan(Path("n.inductor.json")).graphs
     assert json.loads(done.stdout)["graphs"][0]["key"] == planned.key

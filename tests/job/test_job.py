@@ -141,23 +141,14 @@ def test_the_integer_program_of_a_plan_is_written_and_bounds_it(plan: SolvedPlan
     assert judged.peak_bytes <= plan.budget_bytes and judged.seconds <= plan.seconds * (1 + 1e-6)
 
 
-def test_json_holds_what_the_file_holds_and_replays(plan: SolvedPlan, tmp_path: Path) -> None:
-    plan.save(tmp_path / "s.pkl")
-    plan.to_json(tmp_path / "s.json")
-    assert ScheduleRecord.load(tmp_path / "s.json") == ScheduleRecord.load(tmp_path / "s.pkl") == plan.record
-    assert (tmp_path / "s.json").read_bytes()[:1] == b"{"
-    (tmp_path / "cut.json").write_bytes((tmp_path / "s.json").read_bytes()[:-40])
-    with pytest.raises(monet_like.errors.ScheduleFileError, match=r"cut.json is damaged \(no JSON: "):
-        ScheduleRecord.load(tmp_path / "cut.json")
-
-
 def test_a_wrapped_plan_trains_as_the_plain_model(tmp_path: Path) -> None:
     model = net()
     plain = copy.deepcopy(model)
     plan = monet_like.problem(model, IMAGES, device="roofline:cpu", mode="inplace_multiway_newnode").plan(
         "75%", solver="heuristic"
     )
-    plan.to_json(tmp_path / "s.json")
+    plan.save(tmp_path / "s.json")
+    assert ScheduleRecord.load(tmp_path / "s.json") == plan.record
     wrapped = plan.wrap()
     loaded = monet_like.ScheduleWrapper(copy.deepcopy(plain), tmp_path / "s.json", IMAGES.shape)
     for each in (plain, wrapped, loaded):

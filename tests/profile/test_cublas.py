@@ -22,7 +22,6 @@ from monet_like.compiler.prepared import with_workspaces_of
 from monet_like.compiler.request import Request
 from monet_like.compiler.sources import Given
 from monet_like.errors import ScheduleFileError
-from monet_like.ir.plain_pickle import dump_plain, load_plain
 from monet_like.ir.profile_file import Profile
 from monet_like.ir.program import Cost
 from monet_like.ir.schedule_file import ScheduleRecord
@@ -175,16 +174,16 @@ def test_a_schedule_counts_them_with_the_optimizer_s_state(model: nn.Module, dev
 
 
 def test_what_is_shown(tmp_path: Path) -> None:
-    compiled(linear_net()).record.save(tmp_path / "net.pkl")
-    shown = CliRunner().invoke(main, ["inspect", str(tmp_path / "net.pkl")]).output
+    compiled(linear_net()).record.save(tmp_path / "net.json")
+    shown = CliRunner().invoke(main, ["inspect", str(tmp_path / "net.json")]).output
     assert "64.0 MB for its workspaces, in all peaks" in " ".join(shown.split())
-    compiled(net()).record.save(tmp_path / "net.pkl")
-    assert "cuBLAS" not in CliRunner().invoke(main, ["inspect", str(tmp_path / "net.pkl")]).output
+    compiled(net()).record.save(tmp_path / "net.json")
+    assert "cuBLAS" not in CliRunner().invoke(main, ["inspect", str(tmp_path / "net.json")]).output
 
 
 def test_files_of_before_count_none(tmp_path: Path) -> None:
     record = compiled(linear_net()).record
-    content = load_plain(dump_plain(record.content()), tmp_path)
+    content = json.loads(json.dumps(record.content()))
     assert ScheduleRecord.of_content(content, "x") == record
     del content["cublas_bytes"]
     assert ScheduleRecord.of_content(content, "x") == dataclasses.replace(record, cublas_bytes=0)

@@ -90,7 +90,7 @@ def solve(folder: Path, batch: int, *options: str, convert: str = "") -> str:
         f"import monet_like\nfrom zoo import shallow_resnet\n\ndef net():\n    return {convert}(shallow_resnet(3))\n"
     )
     command = ["solve", f"{folder}/net.py:net", str(batch), "120%", "inplace_multiway_newnode", "--quick"]
-    made = folder / "imagenet.pkl"
+    made = folder / "imagenet.json"
     done = CliRunner().invoke(main, [*command, "--input-shape", "3,32,32", *options, "--out", str(made)])
     assert done.exit_code == 0, done.output
     return str(made)
@@ -138,7 +138,7 @@ def test_two_processes_train(tmp_path: Path, image_folder: Path) -> None:
     *trained, wanted, found = map(printed_losses, printed)
     for (name, *_), losses, steps in zip(runs, trained, (5, 4, 4, 4, 4), strict=False):
         assert len(losses) == steps and losses[-1] < losses[0], (name, losses)
-    assert (tmp_path / "schedule.pkl").exists()
+    assert (tmp_path / "schedule.json").exists()
     assert found and found == wanted
 
 

@@ -64,14 +64,14 @@ def test_a_picture_is_drawn(gallery: Any, tmp_path: Path, monkeypatch: pytest.Mo
     gallery["draw_all"](tmp_path / "made")
     text = (tmp_path / "images" / "gallery_net.svg").read_text()
     assert "predicted for an A100" in text and "recomputed" in text
-    assert {file.name for file in (tmp_path / "made").iterdir()} == {"net.pkl", "net.html"}
+    assert {file.name for file in (tmp_path / "made").iterdir()} == {"net.json", "net.html"}
 
 
 @pytest.mark.slow
 def test_a_live_step_needs_the_card(tmp_path: Path) -> None:
     """A schedule for a GPU that is not here is drawn, and exported as JSON, but not run."""
     (tmp_path / "net.py").write_text(NET)
-    model, file = f"{tmp_path}/net.py:make_model", f"{tmp_path}/net.pkl"
+    model, file = f"{tmp_path}/net.py:make_model", f"{tmp_path}/net.json"
     words = ["--device", "cuda", "--profile", "roofline:a100", "--quick", "--out", file]
     assert CliRunner().invoke(main, ["solve", model, "4096", "80%", *words]).exit_code == 0
     for command in (["report", file, "--front", "off"], ["export", file, "--to", "json"]):

@@ -121,7 +121,7 @@ def test_at_every_moment_of_a_solve(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
-    command = [sys.executable, str(script), "-", *COMMAND, "--out", "mine.pkl"]
+    command = [sys.executable, str(script), "-", *COMMAND, "--out", "mine.json"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     codes: dict[str, int] = {}
@@ -137,7 +137,7 @@ def test_at_every_moment_of_a_solve(tmp_path: Path) -> None:
         assert "Exception ignored" not in errors, (name, errors)
         files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
         assert not any(part.startswith(".") for file in files for part in file.split("/")), (name, files)
-        written = folder / "mine.pkl"
+        written = folder / "mine.json"
         if written.exists():
             ScheduleRecord.load(written)
         # A solve with its costs at hand can be done before any of the later moments; the solver ends with its best

@@ -35,7 +35,6 @@ from monet_like.export import decisions, policy_file, remat
 from monet_like.files import cache_folder
 from monet_like.inductor import plan_file
 from monet_like.ir import profile_file, schedule_file
-from monet_like.ir.plain_pickle import load_plain
 from monet_like.ir.profile_file import Profile
 from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.plan import plan
@@ -91,13 +90,13 @@ def test_the_tutorial_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
                 assert masked(line) in masked(output), line
                 shown += 1
     assert (ran, shown) == (6, 10)
-    written = set(load_plain((tmp_path / "net.pkl").read_bytes(), tmp_path / "net.pkl"))
+    written = set(json.loads((tmp_path / "net.json").read_text()))
     described(
         "Schedule files", written | {"attention", "optimizer_in_backward", "offloaded"}
     )  # left out where they say nothing
     (profile,) = cache_folder().glob("profile_*.json")
     described("Profiles", set(json.loads(profile.read_text())))
-    assert isinstance(Profile.load(profile).costs, dict) and ScheduleRecord.load(tmp_path / "net.pkl").gap is not None
+    assert isinstance(Profile.load(profile).costs, dict) and ScheduleRecord.load(tmp_path / "net.json").gap is not None
 
 
 @pytest.mark.slow(full=True)

@@ -16,7 +16,7 @@ from monet_like import build
 from monet_like._version import __version__
 
 ROOT = Path(__file__).parents[2]
-SOLUTION = "solutions/solution_resnet50_184_inplace_conv_multiway_newnode_10.00.pkl"
+SOLUTION = "solutions/solution_resnet50_184_inplace_conv_multiway_newnode_10.00.json"
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_the_wheel_works_where_there_is_no_checkout(built: tuple[Path, Path], tm
     environment = os.environ | {"PYTHONPATH": str(target), "PYTHONSAFEPATH": "1"}
     code = (
         "from monet_like.files import shipped_folder as f; import monet_like; print(monet_like.__file__); "
-        "print(*sorted(p.name for p in f('solutions').glob('*.pkl')), f('csrc') / 'tensor.h', f('tests'))"
+        "print(*sorted(p.name for p in f('solutions').glob('solution_*.json')), f('csrc') / 'tensor.h', f('tests'))"
     )
     done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True)
     where, found = done.stdout.splitlines()

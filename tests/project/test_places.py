@@ -173,7 +173,7 @@ def _plan(rank: int, folder: Path) -> None:
         Path(f"gradients_{rank}").write_text(str(sum(float(g.double().sum()) for g in gradients)))  # type: ignore[union-attr]
         return
     net = f"{ROOT / 'tests' / 'helpers' / 'chain.py'}:chain"
-    sys.argv = ["solve.py", net, "1", "1", "normal", "HIGHS", "--time-limit", "2", "--out", "mine.pkl"]
+    sys.argv = ["solve.py", net, "1", "1", "normal", "HIGHS", "--time-limit", "2", "--out", "mine.json"]
     runpy.run_path(str(ROOT / "solve.py"), run_name="__main__")
 
 
@@ -186,7 +186,7 @@ def test_processes_that_plan_the_same(tmp_path: Path, monkeypatch: pytest.Monkey
     assert first == pytest.approx(second, rel=1e-4)  # each has measured, and may take other variants
     (kept,) = (tmp_path / "cache").glob("plan_*.json")
     KeptPlan.load(kept)
-    ScheduleRecord.load(tmp_path / "mine.pkl")
+    ScheduleRecord.load(tmp_path / "mine.json")
     profiles = [*(tmp_path / "cache").glob("profile_*.json")]
     assert len(profiles) == 1  # one store for all
     for path in profiles:

@@ -270,7 +270,7 @@ def test_a_plan_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
         "from torch import nn\n\ndef net():\n"
         "    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU())\n"
     )
-    model, out = f"{tmp_path / 'net.py'}:net", tmp_path / "plan.pkl"
+    model, out = f"{tmp_path / 'net.py'}:net", tmp_path / "plan.json"
     arguments = ["solve", model, "8", "0.05", MODE, "heuristic", "--input-shape", "3,64,64", "--out", str(out)]
     result = CliRunner().invoke(main, [*arguments, "--device", "cuda", "--profile", "roofline:h100"])
     assert result.exit_code == 0, result.output

@@ -101,8 +101,8 @@ def test_the_task_that_runs_is_found_with_what_is_predicted_there(
     backend = "inductor" if kind == "inductor" else "eager"
     wrapped: Any = monet_like.auto_schedule(model, x, memory_budget="80%", backend=backend, effort="quick")
     if kind == "file":
-        wrapped.record.save(tmp_path / "schedule.pkl")
-        wrapped = monet_like.ScheduleWrapper(model, tmp_path / "schedule.pkl")
+        wrapped.record.save(tmp_path / "schedule.json")
+        wrapped = monet_like.ScheduleWrapper(model, tmp_path / "schedule.json")
     seen.clear()
     wrapped(x).sum().backward()
     assert running_task(sys._getframe()) is None and None not in seen

@@ -126,7 +126,7 @@ def test_40_steps_with_dropout_amp_and_accumulation(autocast: str) -> None:
 @pytest.mark.slow
 def test_a_killed_process_resumes_where_it_was(tmp_path: Path) -> None:
     """Both processes start again when one of them has been killed, as those of torchrun do."""
-    record_of(small_resnet(), "bfloat16").save(tmp_path / "schedule.pkl")
+    record_of(small_resnet(), "bfloat16").save(tmp_path / "schedule.json")
     for attempt in range(2):
         meeting = tmp_path / f"attempt_{attempt}"  # the first one has the killed process's address
         meeting.mkdir()
@@ -149,7 +149,7 @@ def _resumed(rank: int, folder: Path, attempt: int) -> None:
                 file.write(f"{line}\n")
 
     model = small_resnet()
-    scheduled = ScheduleWrapper(copy.deepcopy(model), folder / "schedule.pkl")
+    scheduled = ScheduleWrapper(copy.deepcopy(model), folder / "schedule.json")
     runs = [Training(DistributedDataParallel(one), torch.bfloat16) for one in (model, scheduled)]
     checkpoint, start = folder / "checkpoint.pt", 0
     if checkpoint.exists():

@@ -333,7 +333,7 @@ def test_a_schedule_that_breaks_the_programs_rules_is_refused() -> None:
 
 def test_schedule_from_a_file(tmp_path: Path) -> None:
     model, record, (_, (x,), _) = made()
-    path = tmp_path / "schedule.pkl"
+    path = tmp_path / "schedule.json"
     record.save(path)
     wrapped, plain = ScheduleWrapper(twin(model), path, (3, 64, 64)), twin(model)
     outcome = run(plain, (x,), {}).differences(run(wrapped, (x,), {}))

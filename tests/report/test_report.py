@@ -85,8 +85,8 @@ def folder(solved: tuple[SolvedPlan, Any, Any], tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     (tmp_path / "net.py").write_text(NETWORK)
     compiled = solved[0]
-    compiled.record.save(tmp_path / "net.pkl")
-    Profile("cpu: counted", compiled.ready.costs).save(tmp_path / "net.json")
+    compiled.record.save(tmp_path / "net.json")
+    Profile("cpu: counted", compiled.ready.costs).save(tmp_path / "costs.json")
     return tmp_path
 
 
@@ -336,9 +336,9 @@ def test_pictures_are_there_without_scripts(
 
 @pytest.mark.slow
 def test_the_command_writes_a_page_and_pictures(folder: Path) -> None:
-    result = run("report", "net.pkl", "--model", MODEL_NAME, "--profile", "net.json", "--png", "--json")
+    result = run("report", "net.json", "--model", MODEL_NAME, "--profile", "costs.json", "--png", "--json")
     told = json.loads(result.stdout)
-    record = ScheduleRecord.load(Path("net.pkl"))
+    record = ScheduleRecord.load(Path("net.json"))
     assert told["schedule"]["peak_bytes"] == record.peak_bytes
     assert told["plain"]["peak_bytes"] == record.plain_peak_bytes
     assert sum(told["plain"]["peak_by_layer"].values()) == record.plain_peak_bytes
@@ -350,13 +350,13 @@ def test_the_command_writes_a_page_and_pictures(folder: Path) -> None:
     assert all(Path(name).read_bytes().startswith(b"\x89PNG") for name in told["pictures"])
     text = Path("net.html").read_text()
     assert text.startswith("<!doctype html>") and 400_000 < len(text) < 800_000
-    assert {path.suffix for path in folder.iterdir()} == {".py", ".pkl", ".json", ".html", ".png"} | (
+    assert {path.suffix for path in folder.iterdir()} == {".py", ".json", ".html", ".png"} | (
         {""} if Path("__pycache__").exists() else set()
     )
 
 
 def test_the_command_for_people(folder: Path) -> None:
-    common = ("report", "net.pkl", "--model", MODEL_NAME, "--profile", "net.json", "--front", "off", "--live")
+    common = ("report", "net.json", "--model", MODEL_NAME, "--profile", "costs.json", "--front", "off", "--live")
     told = run(*common, "--out", "here/page.html").stdout
     lines = told.splitlines()
     assert lines[0].startswith("net.py:make_model, budget ")
@@ -368,7 +368,7 @@ def test_the_command_for_people(folder: Path) -> None:
 
 
 def test_what_a_file_names_is_not_run_unseen(folder: Path) -> None:
-    result = run("report", "net.pkl", exit_code=2)
+    result = run("report", "net.json", exit_code=2)
     assert result.stderr == (
         "error: the schedule is of 'net.py:make_model', and what a file names is not run unseen; if that is your "
         "model, say so: --model MODEL, such as --model path/to/file.py:make_model\n"
@@ -404,7 +404,7 @@ def test_which_names_are_known(expression: str, known: bool) -> None:
 
 def test_another_model_is_refused(folder: Path) -> None:
     Path("other.py").write_text(NETWORK.replace("range(4)", "range(3)"))
-    common = ("report", "net.pkl", "--front", "off", "--profile", "roofline:cpu")
+    common = ("report", "net.json", "--front", "off", "--profile", "roofline:cpu")
     result = run(*common, "--model", "other.py:make_model", exit_code=2)
     assert result.stderr.startswith(
         "error: this schedule does not match the model: it was planned for net.py:make_model"
@@ -414,7 +414,7 @@ def test_another_model_is_refused(folder: Path) -> None:
 
 def test_without_the_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vl_convert", None)
-    result = run("report", "net.pkl", exit_code=2)
+    result = run("report", "net.json", exit_code=2)
     assert result.stderr == "error: a report needs vl-convert-python: pip install 'monet_like[plots]'\n"
 
 
@@ -430,15 +430,15 @@ def make_inputs(batch):
 NAME = "tiny.py:make_model"
 SMALL = ("--device", "cpu", "--profile", "roofline:cpu", "--time-limit", "2")
 COMMANDS = {
-    "solve": (NAME, "6", "0.01", "normal", "HIGHS", *SMALL, "--out", "tiny.pkl"),
-    "schedule": (MODEL_NAME, "6", "0.01", ALL, "CBC", "--device", "cpu", "--solution-file", "net.pkl", "--run-bs"),
+    "solve": (NAME, "6", "0.01", "normal", "HIGHS", *SMALL, "--out", "tiny.json"),
+    "schedule": (MODEL_NAME, "6", "0.01", ALL, "CBC", "--device", "cpu", "--solution-file", "net.json", "--run-bs"),
     "compare": (NAME, "6", "90%,1%", "normal", *SMALL, "--strategies", "chen_sqrt"),
     "pareto": (NAME, "6", "normal", *SMALL, "--budgets", "100%"),
     "smallest": (NAME, "6", "normal", *SMALL),
     "largest-batch": (NAME, "450B", "normal", *SMALL),
-    "tune": (NAME, "1MB", "normal", *SMALL, "--batches", "2,4", "--best", "1", "--out", "tiny.pkl"),
-    "inspect": ("net.pkl",),
-    "report": ("net.pkl", "--model", MODEL_NAME, "--profile", "net.json", "--front", "off"),
+    "tune": (NAME, "1MB", "normal", *SMALL, "--batches", "2,4", "--best", "1", "--out", "tiny.json"),
+    "inspect": ("net.json",),
+    "report": ("net.json", "--model", MODEL_NAME, "--profile", "costs.json", "--front", "off"),
 }
 KEYS = {
     "solve": {"peak_bytes", "plain_seconds", "gap", "schedule_file", "profile_file", "stage_seconds", "counts"},

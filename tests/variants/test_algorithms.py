@@ -269,7 +269,7 @@ def test_a_schedule_by_algorithms_from_a_recorded_profile(tmp_path: Path) -> Non
         "from torch import nn\n\ndef net():\n    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, "
         "3))\n"
     )
-    model, store, out = f"{tmp_path / 'net.py'}:net", tmp_path / "recorded.json", tmp_path / "plan.pkl"
+    model, store, out = f"{tmp_path / 'net.py'}:net", tmp_path / "recorded.json", tmp_path / "plan.json"
     layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
     of = captured(layers, 8, 3, 64, 64)
     costs = roofline(of, DEVICES["h200"])

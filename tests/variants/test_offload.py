@@ -390,7 +390,7 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     solved = CliRunner().invoke(solve_command, ["--profile", "roofline:cpu", *common])
     assert solved.exit_code == 0, solved.output
     assert "of its memory for copies" in solved.output
-    (path,) = Path().glob("*offload*.pkl")
+    (path,) = Path().glob("*offload*.json")
     assert "offload.fetch" in CliRunner().invoke(inspect_command, [str(path)]).output
     checked = CliRunner().invoke(schedule_command, ["--check_diff", *common])
     assert checked.exit_code == 0 and "check_diff: passed" in checked.output, checked.output

@@ -219,14 +219,14 @@ def test_a_schedule_is_refused_in_words_where_its_variant_is_not_registered(tmp_
     captured = admitted(capture(model, (x,), {}), MODE)
     record = record_for(captured, store_all(captured.program), MODE, (model, (x,), {}))
     record.counts["variant softplus.other"] = 1
-    record.save(tmp_path / "plan.pkl")
-    ScheduleWrapper(twin(model), tmp_path / "plan.pkl", example=((x,), {}))
+    record.save(tmp_path / "plan.json")
+    ScheduleWrapper(twin(model), tmp_path / "plan.json", example=((x,), {}))
     unregister_variant("softplus")
     with pytest.raises(
         ScheduleFileError,
         match=r"the schedule takes the variants softplus\.other, which nothing offers here: .* import the",
     ):
-        ScheduleWrapper(twin(model), tmp_path / "plan.pkl", example=((x,), {}))
+        ScheduleWrapper(twin(model), tmp_path / "plan.json", example=((x,), {}))
 
 
 # check_variant ------------------------------------------------------------------------------------------------

@@ -288,7 +288,7 @@ def test_what_cublas_takes(ask: Ask, capability: str) -> None:
 @pytest.mark.slow
 def test_the_gpu_check_runs_to_its_end(ask: Ask, fake_gpu_library: Path, tmp_path: Path) -> None:
     """As where a GPU is lent; with kernels that are there, few tests and one small schedule."""
-    found = tmp_path / "solutions" / "small.pkl"
+    found = tmp_path / "solutions" / "small.json"
     ask(f"saved:{found}")
     command = ["bash", str(ROOT / "scripts" / "gpu_check.sh"), str(tmp_path / "out")]
     done = build.run(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import pickle
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -72,9 +71,7 @@ def test_schedules_for_gpus_fit_their_budget_and_keep_their_promises(model: str)
 def test_the_registry_names_every_file_once_and_its_source() -> None:
     folder = ROOT / "solutions"
     assert zoo_folder() == folder
-    assert {folder / f.path for f in ZOO.files} == {*folder.glob("*.pkl"), *folder.glob("*.json")} - {
-        folder / "registry.json"
-    }
+    assert {folder / f.path for f in ZOO.files} == {*folder.glob("*.json")} - {folder / "registry.json"}
     assert {f.path for f in ZOO.files} == {listed.path for listed in ZOO.schedules}
     assert len(ZOO.files) <= len(CATALOGUE) + sum(listed.kind == "measured" for listed in ZOO.schedules)
     assert len({f.full_name for f in ZOO.schedules}) == len(ZOO.schedules)
@@ -136,10 +133,10 @@ def some_registry(folder: Path) -> Registry:
         listed_as("resnet18_4_10.00", "a100", "cuda"),
         listed_as("resnet18_4_10.00", "h100", "cuda"),
         listed_as("resnet18_4_10.00", "cpu", "cpu"),
-        listed_as("resnet18_4_10.00", "cpu-2-threads", "cpu", "measured.pkl"),
+        listed_as("resnet18_4_10.00", "cpu-2-threads", "cpu", "measured.json"),
         listed_as("vgg16_4_10.00", "h100", "cuda"),
     )
-    files = tuple(ZooFile(path, "0" * 64, 5) for path in ("measured.pkl", "resnet18_4.json", "vgg16_4.json"))
+    files = tuple(ZooFile(path, "0" * 64, 5) for path in ("measured.json", "resnet18_4.json", "vgg16_4.json"))
     refused = Refused("vgg16_4_5.00", "h100", 5 * GIB, 9 * GIB, True, int(5.5 * GIB), "no schedule fits", "0" * 64)
     return Registry(folder, schedules, (refused,), files)
 
@@ -199,10 +196,10 @@ def test_a_registry_is_the_same_after_a_round_trip(tmp_path: Path) -> None:
     [
         (lambda c: c.update(format="else"), "is not a zoo registry of monet_like"),
         (lambda c: c.update(version=1), "is a zoo registry of format version 1, this package reads 2"),
-        (lambda c: c["files"][0].update(path="../up.pkl"), "path '../up.pkl' is not within the folder"),
-        (lambda c: c["files"][0].update(path="/etc/x.pkl"), "path '/etc/x.pkl' is not within the folder"),
+        (lambda c: c["files"][0].update(path="../up.json"), "path '../up.json' is not within the folder"),
+        (lambda c: c["files"][0].update(path="/etc/x.json"), "path '/etc/x.json' is not within the folder"),
         (lambda c: c["files"][0].update(sha256="0" * 63), "is none"),
-        (lambda c: c["files"].pop(0), "it names no file 'measured.pkl'"),
+        (lambda c: c["files"].pop(0), "it names no file 'measured.json'"),
         (lambda c: c["schedules"][0].update(inputs=[5]), "Expected `str`, got `int` - at `$.schedules[0].inputs[0]`"),
         (lambda c: c["schedules"][0].pop("mode"), "required field `mode` - at `$.schedules[0]`"),
     ],
@@ -536,20 +533,6 @@ def test_no_server(file: ZooFile, server: Server) -> None:
         download(file, server.url)
 
 
-class Hostile:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (Path(downloading.cache_folder() / "ran"),)
-
-
-def test_a_hostile_file_runs_nothing_even_with_the_right_hash(server: Server) -> None:
-    data = pickle.dumps({"format": Hostile()})
-    file = zoo_file("hostile.pkl", data)
-    server.files[file.path] = data
-    with pytest.raises(ScheduleFileError, match="is refused: a schedule holds plain data only"):
-        download(file, server.url)
-    assert not (downloading.cache_folder() / "ran").exists()
-
-
 @pytest.mark.parametrize(
     "url",
     ["file:///etc", "ftp://x/y", "zoo", "http://[::1", "http://", "http://:80/zoo", "http://x:99999", "https://x:y"],
@@ -627,7 +610,7 @@ def test_tables(tmp_path: Path) -> None:
     assert "## resnet18, batch 4" in text and "plain PyTorch takes 16.00 GB" in text
     assert "| `zoo:` name | cpu-2-threads (measured) | a100 | h100 | cpu |" in text
     assert "| resnet18_4_10.00 |" + " 8.00 GB, 1.25 s, +25.0 % |" * 4 in text
-    assert "Files: [resnet18_4.json](resnet18_4.json), [measured.pkl](measured.pkl)." in text
+    assert "Files: [resnet18_4.json](resnet18_4.json), [measured.json](measured.json)." in text
     assert "| vgg16_4_5.00 | proven infeasible; 5.50 GB will do |" in text
     assert "| vgg16, batch 4 | 16.00 GB | 8.00 GB | +25.0 % | 1 |" in summary(registry, "h100")
     path = tmp_path / "README.md"
