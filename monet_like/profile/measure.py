@@ -19,9 +19,8 @@ _MARK = "monet_like.mark"
 def allocated_peak(function: Callable[[], Any], device: torch.device) -> int:
     """Bytes by which allocations rise above where they stood, at most, while ``function`` runs.
 
-    On CUDA what is asked of the caching allocator, not rounded up to its 512 bytes, see `unsplit_bytes`; on a CPU every
-    allocation and release that PyTorch's allocator reports, operator temporaries included. The function runs once and
-    its result is dropped.
+    On CUDA what is asked of the caching allocator, not rounded up to its blocks; on a CPU every allocation and release
+    that PyTorch's allocator reports, operator temporaries included. The function runs once and its result is dropped.
     """
     return max(allocated_peaks(lambda _: function(), device))
 
@@ -57,21 +56,6 @@ def allocated_stretches(function: Callable[[Callable[[], None]], Any], device: t
     The last one ends when the function has returned, its result still alive.
     """
     return _cuda_stretches(function, device) if device.type == "cuda" else _cpu_stretches(function)
-
-
-#: Of the caching allocator: blocks above the first size lie in segments where the rest of a block is only split off if
-#: it is larger than that size.
-UNSPLIT_BYTES = 2**20
-
-
-def unsplit_bytes(blocks: int) -> int:
-    """Bytes by which ``torch.cuda.memory_allocated`` can exceed what was asked for while so many large blocks are
-    alive.
-
-    It counts a block as a whole, the rest of up to 1 MiB that the allocator does not split off included; which blocks
-    have such a rest depends on what was freed before. A block of 1 MiB or less has none.
-    """
-    return blocks * UNSPLIT_BYTES
 
 
 def _cuda_stretches(function: Callable[[Callable[[], None]], Any], device: torch.device) -> list[Stretch]:
