@@ -449,6 +449,13 @@ _GRAPHS = [
     ("replay/graphs/refusals.py", '    "monet_like.set_rng_state": "draws random numbers again, from an earlier state of the generator",\n', "", _GRAPHED.format("test_a_warning_says_once_which_steps_graphs_cannot_have")),
 ]  # fmt: skip
 
+_UNCOMPILED = "plan/local_search/test_searcher.py::test_without_the_library_{}"
+_SEARCH = [
+    ("plan/local_search/uncompiled.py", "present[v] or bool(policy.hold[v])", "present[v]", _UNCOMPILED.format("simple_policies_of_a_chain_cost_the_same")),
+    ("plan/local_search/uncompiled.py", "(options[policy.option[slot]], *options)", "(options[policy.option[slot]],)", _UNCOMPILED.format("a_way_that_reads_what_is_there_is_taken")),
+    ("zoo/registry.py", 'content.get("format") == SCHEDULE_FORMAT', 'content.get("format") != SCHEDULE_FORMAT', "zoo/test_zoo.py::test_every_file_is_whole_and_promises_what_the_registry_says"),
+]  # fmt: skip
+
 
 def _listed() -> Iterator[Mutant]:
     for text, instead, test in _CALL_KEYS:
@@ -467,6 +474,7 @@ def _listed() -> Iterator[Mutant]:
         *_CHANNELS_LAST,
         *_CLOCKS,
         *_GRAPHS,
+        *_SEARCH,
     ):
         yield Mutant(file, text, instead, test)
     for text, instead, test in _SHARED:

@@ -204,6 +204,40 @@ def test_tasks_that_run_only_first_write_no_value_twice_in_the_forward() -> None
     assert carried_out == {(0, 2, 4), (0, 1, 3, 4)}
 
 
+def test_without_the_library_simple_policies_of_a_chain_cost_the_same() -> None:
+    if library() is None:
+        pytest.skip("not compiled")
+    searcher = Searcher(Instance(*network(12)))
+    python = Uncompiled(searcher.instance, searcher.tables)
+    once = {v for v, makers in enumerate(searcher.tables.again) if not makers}
+    kept = [v in once for v in range(len(searcher.tables.bytes))]
+    for keep, hold in (([True] * len(kept), True), (kept, True), (kept, False)):
+        policy = searcher.tables.policy(keep, hold=hold, smallest=False)
+        found, expected = python.judge(policy, 2**40), searcher.plan(policy, 2**40)
+        assert found is not None and expected is not None
+        assert found[1] == expected[0]
+        assert (found[0].peak_bytes, found[0].seconds) == (expected[1].peak_bytes, expected[1].seconds)
+
+
+def test_without_the_library_a_way_that_reads_what_is_there_is_taken() -> None:
+    """A packed copy is made in the forward where it is kept, and cannot be made again where it is not."""
+    values = tuple(Value(name, 1, "forward") for name in ("input", "packed", "output"))
+    tasks = (
+        Task("begin", (), (0,), "slow"),
+        Task("pack", (0,), (1,), "fast", variant="packs", runs="first"),
+        Task("end", (0,), (2,), "slow"),
+    )
+    ways = (Task("back", (0,), (), "slow"), Task("back.packed", (1,), (), "fast", variant="packs"))
+    searcher = Searcher(Instance(Program(values, tasks, (ways,), (2,)), {"slow": Cost(2.0), "fast": Cost(1.0)}))
+    python = Uncompiled(searcher.instance, searcher.tables)
+    for keep, expected in (
+        ([True, True, True], Schedule((0, 1, 2), ((),), (1,))),
+        ([True, False, True], Schedule((0, 2), ((),), (0,))),
+    ):
+        found = python.judge(searcher.tables.policy(keep, hold=True, smallest=False), 10)
+        assert found is not None and found[1] == expected
+
+
 def test_policies_that_lack_a_needed_value_give_no_schedule() -> None:
     program, costs = network(3)
     searcher = Searcher(Instance(program, costs))
