@@ -45,7 +45,7 @@ pictures.draw_all(HERE / "_pictures")
 RESULTS = "../benchmarks/results"
 shutil.rmtree(HERE / "_results", ignore_errors=True)
 shutil.copytree(HERE / RESULTS, HERE / "_results")
-zoo = re.sub(r"\[([^\]]+\.(?:json|pkl))\]\([^)]*\)", r"`\1`", (HERE / "../solutions/README.md").read_text())
+zoo = re.sub(r"\[([^\]]+\.json)\]\([^)]*\)", r"`\1`", (HERE / "../solutions/README.md").read_text())
 (HERE / "_zoo.md").write_text(zoo.replace("](../docs/", "]("))
 
 
