@@ -63,6 +63,16 @@ def test_steps_that_are_given_are_on_fakes(forgetful: bool) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.filterwarnings("ignore:Anomaly Detection", "error:Error detected")
+def test_anomaly_detection_asks_no_fake_for_its_values() -> None:
+    """It would end the rehearsal on fakes, and print a trace of an error that is not the user's."""
+    before, _ = REHEARSALS["skips"].rehearsed(fake=True)
+    with torch.autograd.detect_anomaly():
+        found, on = REHEARSALS["skips"].rehearsed(fake=True)
+        assert torch.is_anomaly_enabled()
+    assert on and [each.step.moments for each in found] == [each.step.moments for each in before]
+
+
 def test_sums_of_gradients_are_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """As autograd's are; the comparison sees it if they are not."""
     monkeypatch.setattr(_Counting, "_adds_in_place", lambda *_: False)

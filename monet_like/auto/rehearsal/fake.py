@@ -53,6 +53,7 @@ def fake_stretches(
     counting = _Counting(mode, device)
     try:
         with ExitStack() as stack:
+            stack.enter_context(torch.autograd.set_detect_anomaly(False))  # it asks gradients for their values
             known = KnownValues(inputs) if answers is None else repeated(answers)
             for context in (hidden(), mode, counting, _Refusals(), known):
                 stack.enter_context(context)
