@@ -230,14 +230,19 @@ def note_held(context: Any) -> None:
     Plain PyTorch frees them with autograd's graph, which lives as long as the loss: not when the function's backward
     has run.
     """
+    for held in pytree.tree_leaves(getattr(context, "__dict__", {})):
+        if (node := node_of(held)) is not None:
+            node.meta[_HELD_KEY] = True
+
+
+def node_of(value: Any) -> fx.Node | None:
+    """The node that makes a tensor in the trace of now; None for all else."""
     mode = get_proxy_mode()
-    for tensor in pytree.tree_leaves(getattr(context, "__dict__", {})):
-        if mode is None or not isinstance(tensor, FunctionalTensor):
-            continue
-        torch._sync(tensor)
-        slot = get_proxy_slot(torch._from_functional_tensor(tensor.elem), mode.tracer, None)
-        if slot is not None:
-            slot.proxy.node.meta[_HELD_KEY] = True
+    if mode is None or not isinstance(value, FunctionalTensor):
+        return None
+    torch._sync(value)
+    slot = get_proxy_slot(torch._from_functional_tensor(value.elem), mode.tracer, None)
+    return None if slot is None else slot.proxy.node
 
 
 def is_held(node: fx.Node) -> bool:

@@ -6,6 +6,7 @@ import collections
 import contextvars
 import copy
 import dataclasses
+import functools
 import types
 import warnings
 from collections.abc import Callable
@@ -203,6 +204,31 @@ def test_what_a_forward_sets_is_set_again(name: str) -> None:
     assert_as_plain(lambda: build(forward), script, captures)
 
 
+class Drawing(Net):
+    @functools.cached_property
+    def noise(self) -> torch.Tensor:
+        return torch.randn(8)
+
+
+def by_property(net: Any, layer: nn.Module, x: torch.Tensor) -> Any:
+    return layer(x * net.noise)
+
+
+def by_dict(net: Any, layer: nn.Module, x: torch.Tensor) -> Any:
+    if "drawn" not in net.__dict__:
+        net.__dict__["drawn"] = torch.randn(8)
+    return layer(x * vars(net)["drawn"])
+
+
+@pytest.mark.parametrize("forward", [by_property, by_dict])
+def test_noise_that_the_first_call_keeps_is_drawn_once(forward: Forward) -> None:
+    def script(model: nn.Module, net: nn.Module, note: Callable[..., None]) -> None:
+        for _ in range(3):
+            note(step(model, rows()), [vars(net).get("noise"), vars(net).get("drawn")])
+
+    assert_as_plain(lambda: Drawing(forward, linear()), script, captures=2)
+
+
 # What the loss uses, and containers among the arguments ---------------------------------------------------------
 
 
@@ -336,7 +362,17 @@ def grad_in_the_backward(net: Any, layer: nn.Module, x: torch.Tensor) -> Any:
     return h
 
 
+@functools.lru_cache
+def directions(width: int) -> torch.Tensor:
+    return torch.randn(width).sign()
+
+
+def cached_noise(net: Any, layer: nn.Module, x: torch.Tensor) -> Any:
+    return layer(x * directions(8))
+
+
 REFUSED: dict[str, tuple[Forward, str]] = {
+    "cached noise": (cached_noise, "calls directions, whose functools.lru_cache keeps random numbers of the first"),
     "grad": (grads, r"sets \.grad of a parameter"),
     "late layer": (late_layer, r"sets self\._modules to a parameter that it makes, which a schedule cannot set again"),
     "registered": (registered, r"forward registers mine, and a schedule cannot; register it in __init__"),

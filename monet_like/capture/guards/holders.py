@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import collections
+import gc
 import operator
 import types
 from collections.abc import Callable, Mapping, Set
 from typing import Any
+
+import torch.utils._pytree as pytree
 
 #: Code in which one of these names occurs may read all attributes of an object.
 _READ_ALL = frozenset({"vars", "__dict__", "asdict", "astuple"})
@@ -315,6 +318,10 @@ class Cache(Parts):
 
     def copy(self) -> Any:
         return self.held.cache_info().misses
+
+    def results(self) -> list[Any]:
+        """What it keeps: keys, results, and what they consist of."""
+        return pytree.tree_leaves(gc.get_referents(self.held))
 
     def changed(self, path: str, then: Any) -> list[str]:
         return []

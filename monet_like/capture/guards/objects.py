@@ -147,6 +147,15 @@ def class_holders(value: type, names: Set[str]) -> list[Holder]:
     return [Variables(base, vars(base), f"{base.__module__}.{base.__qualname__}", names) for base in own]
 
 
+def set_by_pytorch(module: Any) -> set[str]:
+    """Attributes that PyTorch sets before every call: by weight norm, spectral norm, pruning and recurrent layers."""
+    if not isinstance(module, nn.Module):
+        return set()
+    hooks = vars(module)["_forward_pre_hooks"].values()
+    found = {getattr(hook, "name", None) or getattr(hook, "_tensor_name", None) or "" for hook in hooks}
+    return found | ({"_flat_weights", "_flat_weight_refs"} if isinstance(module, nn.RNNBase) else set())
+
+
 def holders_of_tensor(tensor: torch.Tensor, names: Set[str]) -> list[Holder]:
     """The attributes of a parameter or buffer, and of its class; none of a fake one, or one that consists of others."""
     if isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor):

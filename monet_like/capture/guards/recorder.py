@@ -6,6 +6,7 @@ What they set is put back afterwards; what the forward sets becomes `Effects`, w
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 import types
@@ -21,8 +22,9 @@ from ..replaced import replaced
 from .code import TRACING, Untraced, calls_trace, importing, is_tracers, names_read, words
 from .effects import Assigned, Before, Effects, effects_of
 from .holders import ABSENT, Attributes, Entries, Gradient, Variables
-from .objects import class_holders, holders_of_tensor, is_library
+from .objects import class_holders, holders_of_tensor, is_library, set_by_pytorch
 from .reads import MEMBERS, Reads, Roots
+from .side_effects import check_cached
 from .traversal import Place, Walk, form_of_plain, walk_through
 
 #: Attributes of modules that the wrapper compares itself, or that PyTorch keeps about hooks.
@@ -189,7 +191,8 @@ class Recorder:
         """What the forward has set. The places of modules in which it has are among the roots from here on."""
         names = {**self.known, **self._known_parts}
         for place, copy in (*self._copies, *self._in_arguments):
-            held, own = place.holder.held, _set_by_pytorch(place.holder.held)
+            held, own = place.holder.held, set_by_pytorch(place.holder.held)
+            check_cached(place.holder, copy, who)
             paths = [path for path in place.holder.changed(place.path, copy) if path.rpartition(".")[2] not in own]
             if not paths:
                 continue
@@ -288,6 +291,8 @@ class Recorder:
         before = self._attributes_before.get(id(module))
         if before is not None and attribute in attributes and before.get(attribute, ABSENT) is not value:
             self._follow(value, f"{self._path(module)}.{attribute}")  # this forward has set it
+            if isinstance(getattr(type(module), attribute, None), functools.cached_property):
+                self._read_absent(module, before, attribute)
             return
         if name is not None:
             found = self.attributes.setdefault(name, set())
@@ -306,6 +311,8 @@ class Recorder:
             if not is_library(sys._getframe(2).f_globals.get("__name__")):  # a user's vars(self)
                 for each in [each for each in attributes if each not in _NOT_READ]:
                     self._read(module, attributes, each, attributes[each])
+                for each in self.names - attributes.keys():
+                    self._read_absent(module, attributes, each)
         elif is_library(type(module).__module__):
             found.add(attribute)  # of the class, until the module has one
         else:
@@ -386,12 +393,3 @@ class Recorder:
                     walk.form(value, holder.part(place.path, name))
         self._walk.run()
         self._argument_walk.run()
-
-
-def _set_by_pytorch(module: Any) -> set[str]:
-    """Attributes that PyTorch sets before every call: by weight norm, spectral norm, pruning and recurrent layers."""
-    if not isinstance(module, nn.Module):
-        return set()
-    hooks = vars(module)["_forward_pre_hooks"].values()
-    found = {getattr(hook, "name", None) or getattr(hook, "_tensor_name", None) or "" for hook in hooks}
-    return found | ({"_flat_weights", "_flat_weight_refs"} if isinstance(module, nn.RNNBase) else set())

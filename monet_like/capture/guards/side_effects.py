@@ -17,10 +17,11 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import checkpoint
 
 from ...errors import CaptureError
+from ..annotations import node_of
 from ..held_tensors import is_outside, memory_of
 from ..replaced import replaced
 from ..trace.alone import in_this_thread, is_only_thread
-from .holders import Entries, Holder
+from .holders import Cache, Entries, Holder
 from .objects import default_generators, holders_of
 
 #: The generator around a checkpointed function, by its name in PyTorch 2.14 and in earlier ones.
@@ -152,6 +153,33 @@ def _calls() -> list[fx.Node]:
 
 def _draws(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def check_cached(holder: Holder, then: Any, who: str) -> None:
+    """Refuse a function with an ``lru_cache`` that keeps random numbers: a schedule would draw others in each step.
+
+    Args:
+        holder: of such a function, or of anything else, while a forward is traced.
+        then: its copy before that forward.
+        who: has called it, for the message.
+
+    Raises:
+        CaptureError: the forward has added to the cache what is made from random numbers of the trace.
+    """
+    if not isinstance(holder, Cache) or holder.copy() == then:
+        return
+    waiting = [node for node in map(node_of, holder.results()) if node is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if _draws(node):
+            raise CaptureError(
+                f"{who} calls {holder.held.__qualname__}, whose functools.lru_cache keeps random numbers of the first "
+                "call; a schedule would draw others in each step. Keep them in a buffer or an attribute of a module"
+            )
+        new = set(node.all_input_nodes) - seen
+        seen |= new
+        waiting += new
 
 
 def _changes_of(buffers: Sequence[tuple[str, FunctionalTensor]]) -> dict[str, int]:
