@@ -97,7 +97,8 @@ def _pinned(captured: Captured, schedule: Schedule, device: torch.device) -> boo
     """Whether what a schedule has on the host at once can be pinned; PyTorch keeps the memory. Else a warning."""
     values, most = captured.program.values, list[int]()
     for moment in running(captured.program, schedule, Free()):
-        there = [values[v].host_bytes for v in {*moment.alive, *moment.task.writes} if values[v].host_bytes]
+        alive = {*moment.alive, *moment.task.writes} - {moment.task.overwrites}
+        there = [values[v].host_bytes for v in alive if values[v].host_bytes]
         most = max(most, there, key=sum)
     if not can_pin(most, device):
         warn_caller(NOT_PINNED)

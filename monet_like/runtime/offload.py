@@ -1,8 +1,9 @@
 """Copies values to the host and back, bit by bit, for the tasks of `variants/offload.py`.
 
 On CUDA a copy lies in pinned memory and is made by a stream of its own, in the order in which copies were started;
-the computing stream waits for events, the host for nothing. On a CPU, where memory and host are one, it lies in a
-memory-mapped file without a name, which is gone as soon as nothing holds the copy, and a thread makes it.
+the computing stream waits for events, and the host once in a step (`_catch_up`). On a CPU, where memory and host are
+one, it lies in a memory-mapped file without a name, which is gone as soon as nothing holds the copy, and a thread makes
+it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ _PARTS = 4
 #: Tensors of which CUDA still makes copies, or into which it does, each with the event of its end: their memory must
 #: not be reused before.
 _under_way: list[tuple[Any, Tensor]] = []
+#: Devices to which values were copied back since the latest copy to the host.
+_came_back: set[torch.device] = set()
 
 
 def send(x: Tensor) -> Tensor:
@@ -47,7 +50,7 @@ def send_start(x: Tensor) -> Tensor:
     """As `send`, but the copy is there only after `send_end`; until then ``x`` has to stay."""
     flat = _flat(x)
     if x.device.type == "cuda":
-        host = _on_host(flat.numel())
+        host = _on_host(flat.numel(), x.device)
         host.done = _copy_beside(host, flat, x)  # type: ignore[attr-defined]
     else:
         host = _mapped(flat.numel())
@@ -87,6 +90,7 @@ def sent_in_parts(x: Tensor) -> list[Tensor]:
     if x.device.type != "cuda":
         return [send_start(x)]
     flat = _flat(x)
+    _catch_up(x.device)
     parts = [_pinned(count) for count in host_parts(flat.numel(), x.device)]
     for part, source in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
         parts[-1].done = _copy_beside(part, source, x)  # type: ignore[attr-defined]
@@ -154,8 +158,9 @@ def _pinned(count: int) -> Tensor:
         ) from None
 
 
-def _on_host(count: int) -> Tensor:
+def _on_host(count: int, device: torch.device) -> Tensor:
     """`_pinned`; memory that the system may move where none can be pinned: copies take longer, and training goes on."""
+    _catch_up(device)
     try:
         return _pinned(count)
     except MonetError as error:
@@ -168,6 +173,17 @@ def _stream(device: torch.device) -> Any:
     return torch.cuda.Stream(device)
 
 
+def _catch_up(device: torch.device) -> None:
+    """Before a step's first copy to the host, wait for the copies back of the step before.
+
+    PyTorch gives their pinned memory out again only when they have ended. A host that is a step ahead of the device
+    would pin as much once more.
+    """
+    if device in _came_back:
+        _came_back.discard(device)
+        _stream(device).synchronize()
+
+
 def _copy_beside(to: Tensor, source: Tensor, held: Tensor) -> Any:
     """Copy on the device's stream for copies, after all work that was queued before; the event of its end.
 
@@ -178,6 +194,8 @@ def _copy_beside(to: Tensor, source: Tensor, held: Tensor) -> Any:
     with torch.cuda.stream(stream), torch.no_grad():
         to.copy_(source, non_blocking=True)
         event = stream.record_event()
+    if to.device.type == "cuda":
+        _came_back.add(held.device)
     _under_way[:] = [(other, tensor) for other, tensor in _under_way if not other.query()]
     _under_way.append((event, held))
     return event

@@ -20,3 +20,5 @@ cudaError_t fake_gpu_launch(Work work, cudaStream_t stream);  // done now, or re
 cudaError_t fake_gpu_launch_product(void);                     // likewise, on whatever stream the thread captures
 cudaError_t fake_gpu_unless_captured(void);                    // an error where this thread may not make such a call
 void fake_gpu_move(Work work);
+void fake_gpu_wait(cudaStream_t stream);  // the host has waited for it
+void fake_gpu_wait_for_all(void);

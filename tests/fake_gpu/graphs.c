@@ -138,6 +138,12 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t stream) {
   return cudaSuccess;
 }
 
-cudaError_t cudaDeviceSynchronize(void) { return fake_gpu_unless_captured(); }
-cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return is_captured(stream) ? forbidden() : cudaSuccess; }
+cudaError_t cudaDeviceSynchronize(void) {
+  fake_gpu_wait_for_all();
+  return fake_gpu_unless_captured();
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  fake_gpu_wait(stream);
+  return is_captured(stream) ? forbidden() : cudaSuccess;
+}
 cudaError_t cudaStreamQuery(cudaStream_t stream) { return is_captured(stream) ? forbidden() : cudaSuccess; }

@@ -7,6 +7,7 @@
 //   FAKE_GPU_DEVICES     how many GPUs (1)
 //   FAKE_GPU_BYTES       memory of each (80 GiB)
 //   FAKE_GPU_CAPABILITY  its compute capability, as 90 for 9.0 (90)
+//   FAKE_GPU_BEHIND      no event has been reached that the host has not waited for
 //   FAKE_GPU_TRACE       a line on stderr for every event and launch, with its device, for every copy that moves nothing,
 //                        and at the end for cuDNN's descriptors
 
@@ -266,7 +267,47 @@ cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
 
 typedef struct {
   long launches;
+  long number;  // in the order in which events were recorded; 0: not yet
+  cudaStream_t stream;
 } Event;
+
+// How far the host has waited, for each stream that it has waited for, and for all: numbers of events.
+static struct {
+  cudaStream_t stream;
+  long number;
+} waited[64];
+static long events_recorded = 0, waited_for_all = 0;
+
+static void wait_until(cudaStream_t stream, long number) {
+  pthread_mutex_lock(&mutex);
+  int i = 0;
+  while (i < 63 && waited[i].number && waited[i].stream != stream) {
+    ++i;
+  }
+  waited[i].stream = stream;
+  waited[i].number = number > waited[i].number ? number : waited[i].number;
+  pthread_mutex_unlock(&mutex);
+}
+
+void fake_gpu_wait(cudaStream_t stream) { wait_until(stream, events_recorded); }
+void fake_gpu_wait_for_all(void) { waited_for_all = events_recorded; }
+
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+  const Event* asked = (Event*)event;
+  if (!getenv("FAKE_GPU_BEHIND") || asked->number <= waited_for_all) {
+    return cudaSuccess;
+  }
+  for (int i = 0; i < 64 && waited[i].number; ++i) {
+    if (waited[i].stream == asked->stream && asked->number <= waited[i].number) {
+      return cudaSuccess;
+    }
+  }
+  return cudaErrorNotReady;
+}
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  wait_until(((Event*)event)->stream, ((Event*)event)->number);
+  return cudaSuccess;
+}
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
   *event = (cudaEvent_t)calloc(1, sizeof(Event));
@@ -274,7 +315,7 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
 }
 cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-  ((Event*)event)->launches = fake_gpu_launches;
+  *(Event*)event = (Event){fake_gpu_launches, __sync_add_and_fetch(&events_recorded, 1), stream};
   trace("event");
   return cudaSuccess;
 }

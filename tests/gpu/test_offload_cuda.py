@@ -51,6 +51,21 @@ def test_copies_beside_the_rest() -> None:
     assert all(event.query() for event, _ in offload._under_way)
 
 
+def test_no_more_is_pinned_where_the_host_is_ahead() -> None:
+    """The device is kept from the copies of each step; the next step has its pinned memory."""
+    given = [torch.full((2**18,), float(n), device=CUDA) for n in range(4)]
+    pinned = list[int]()
+    for _ in range(3):
+        torch.cuda._sleep(50_000_000)
+        copies = [offload.send(x) for x in given]
+        while copies:
+            copy = copies.pop()
+            x = given[len(copies)]
+            offload.fetch(copy, x.shape, x.stride(), x.dtype, CUDA)
+        pinned.append(torch.cuda.host_memory_stats()["allocated_bytes.current"])
+    assert len(set(pinned)) == 1
+
+
 @pytest.mark.parametrize("name", ["layers", "default_layout", "channels_last"])
 def test_any_schedule_gives_what_keeping_all_gives(name: str) -> None:
     """Kept or copied: gradients agree to what CUDA's own operators leave open."""

@@ -113,8 +113,11 @@ def test_convolutions_in_channels_last_are_planned_where_they_are_faster(ask: As
 
 @needs_kernels
 def test_a_model_offloads_of_its_own_accord_where_that_is_faster(ask: Ask) -> None:
-    """Not in a mode that is given, with room for all, or by a slow link. It trains on where nothing can be pinned."""
-    (found,) = ask("offloads:decoder", **SMALL_WORKSPACES)
+    """Not in a mode that is given, with room for all, or by a slow link. It trains on where nothing can be pinned.
+
+    No more is pinned than predicted, also where the CPU is steps ahead of the GPU.
+    """
+    (found,) = ask("offloads:decoder", FAKE_GPU_BEHIND="1", **SMALL_WORKSPACES)
     (mode, host_bytes), *others = found["records"]
     assert mode == "inplace_conv_multiway_newnode_offload" and host_bytes > 0
     assert others == [["inplace_conv_multiway_newnode", 0]] * 3
@@ -357,15 +360,17 @@ def test_offloaded_activations_have_no_race_and_faults_are_found(ask: Ask) -> No
 
 @pytest.mark.slow
 def test_blocks_that_offload_have_no_race_and_faults_are_found(ask: Ask) -> None:
-    """Without a word of the mode; and the allocator sees what is predicted.
+    """Without a word of the mode; and the allocator sees what is predicted, where the CPU is ahead of the GPU, too.
 
     The values of a call come back one after the other, so to wait for its last one is to wait for all.
     """
     faults = ("no wait", "out first", "out last", "back last")
-    none, *found = (ask(f"offloading_blocks:{fault}", **SMALL_WORKSPACES)[0] for fault in ("none", *faults))
+    settings = {"FAKE_GPU_BEHIND": "1", **SMALL_WORKSPACES}
+    none, *found = (ask(f"offloading_blocks:{fault}", **settings)[0] for fault in ("none", *faults))
     assert none["races"] == 0, none["first"]
     assert all(each["races"] for each in found), [each["races"] for each in found]
     assert sum(map(bool, none["offloaded"])) > 3
+    assert none["pinned"] == sum(none["offloaded"])
     assert 0.95 * none["predicted"] <= none["peak"] <= none["predicted"] <= 0.5 * none["plain"]
 
 
