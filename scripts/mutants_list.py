@@ -157,6 +157,8 @@ _CHECKS = [
     ("auto/rehearsal/fake.py", "KnownValues(inputs) if", "KnownValues() if", "auto/test_fake_rehearsal.py::test_fakes_count_what_real_tensors_take[asks]"),
     ("auto/rehearsal/operators.py", 'self.device.type != "cpu" or ', "", "without_gpu/test_fake_gpu.py::test_the_allocator_sees_what_is_predicted"),
     ("auto/rehearsal/plain.py", "resident += measured_bytes(device)", "pass", "without_gpu/test_fake_gpu.py::test_the_allocator_sees_what_is_predicted"),
+    ("auto/rehearsal/plain.py", " or captured.on_several_devices", "", "without_gpu/test_fake_gpu.py::test_a_model_on_two_devices_is_planned_by_the_memory_of_both[cpu]"),
+    ("variants/__init__.py", "{} if captured.on_several_devices else in_order()", "in_order()", "without_gpu/test_fake_gpu.py::test_a_model_on_two_devices_is_planned_by_the_memory_of_both[cpu]"),
     ("auto/offloaded.py", " - {moment.task.overwrites}", "", "without_gpu/test_fake_gpu.py::test_a_model_offloads_of_its_own_accord_where_that_is_faster"),
     ("runtime/offload.py", "    _catch_up(device)\n", "", "without_gpu/test_fake_gpu.py::test_a_model_offloads_of_its_own_accord_where_that_is_faster"),
     ("auto/rehearsal/fake.py", "if any(left() is not None for left in _Counting.left):", "if False:", "auto/test_kept_state.py::test_caches_of_packages_keep_no_fake_tensors"),

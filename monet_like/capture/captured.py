@@ -24,6 +24,9 @@ from .trace.answers import Answer
 #: The CUDA caching allocator hands out multiples of this.
 CUDA_GRANULARITY_BYTES = 512
 
+#: At most, of a tensor without dimensions: on a CPU it may be an operand of operators of any device.
+NUMBER_BYTES = 16
+
 
 def allocated_bytes(asked: int, device: torch.device) -> int:
     """The bytes that the device's allocator hands out when ``asked`` bytes are requested."""
@@ -202,6 +205,13 @@ class Captured:
     def plain(self) -> Program:
         """The program of PyTorch's own operators alone, called as the model calls them."""
         return self.as_called or self.program
+
+    @property
+    def on_several_devices(self) -> bool:
+        """Whether what the model owns and a step makes is on several devices, but for numbers and random states."""
+        large = (v for v, value in enumerate(self.plain.values) if value.bytes > NUMBER_BYTES)
+        owned = (v for v in large if self.plain.values[v].kind != "input" and self.plain.values[v].spec != "state")
+        return len({self.metas[v].device for v in owned}) > 1
 
     @property
     def gradients_in_rows(self) -> bool:

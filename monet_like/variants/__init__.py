@@ -23,6 +23,8 @@ __all__ = ["admitted", "register_variant", "unregister_variant", "with_variants"
 def with_variants(captured: Captured, words: Iterable[str] = WORDS, *, liger: bool | None = None) -> Captured:
     """Add every variant that applies to a captured program; ``Program.restrict`` then keeps those that a mode admits.
 
+    A step on several devices gets none: variants are for the operators of one kind of device.
+
     Args:
         words: the words of the mode. Slots are merged only for ways that the mode admits, and lossy variants are
             offered only if it names them.
@@ -30,7 +32,7 @@ def with_variants(captured: Captured, words: Iterable[str] = WORDS, *, liger: bo
     """
     offers_liger = runs_on(captured.device.type) if liger is None else liger
     editor = Editor(captured, frozenset(words), liger=offers_liger)
-    return with_offers(editor, in_order())
+    return with_offers(editor, {} if captured.on_several_devices else in_order())
 
 
 def admitted(captured: Captured, mode: str, *, ablation: bool = False, liger: bool | None = None) -> Captured:

@@ -101,6 +101,20 @@ class Ramp(nn.Module):
         return (torch.arange(64.0, device=self.weight.device) * self.weight * scale).relu()
 
 
+class OnTwoDevices(nn.Module):
+    """Layers on the first GPU between an embedding and a head on another device."""
+
+    def __init__(self, other: str) -> None:
+        super().__init__()
+        layers = (nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)) for _ in range(4))
+        self.embedding, self.layers = nn.Embedding(64, 256, device=other), nn.Sequential(*layers).to(CUDA)
+        self.head = nn.Linear(256, 16, device=other)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        return self.head(self.layers(x.to(CUDA)).to(x.device))
+
+
 def image(batch: int, size: int) -> torch.Tensor:
     return torch.randn(batch, 3, size, size, device=CUDA)
 
@@ -282,6 +296,29 @@ def two_devices(name: str) -> dict[str, Any]:
         peaks.append(step_peak(running, (moved, {}), device))
     record = wrapped.record
     return {"predicted": record.peak_bytes - record.extra_bytes, "peaks": peaks, "plans": len(wrapped.records)}
+
+
+def several_devices(other: str) -> dict[str, Any]:
+    """A model on the first GPU and on another device: what is predicted, and what GPUs allocate."""
+    model, x = OnTwoDevices(other), torch.zeros(2048, dtype=torch.long, device=other)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        wrapped = monet_like.auto_schedule(model, x, memory_budget="80%", effort="quick")
+        step(wrapped, (x,))
+        wrapped.zero_grad()
+        gc.collect()
+        devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+        for device in devices:
+            torch.cuda.reset_peak_memory_stats(device)
+        step(wrapped, (x,))
+    record = wrapped.record
+    return {
+        "predicted": record.peak_bytes - record.extra_bytes,
+        "plain": record.plain_peak_bytes - record.extra_bytes,
+        "gradients": sum(parameter.nbytes for parameter in model.layers.parameters()),
+        "asked": [torch.cuda.memory_stats(device).get("requested_bytes.all.peak", 0) for device in devices],
+        "said": [str(each.message) for each in said if "no current CUDA context" not in str(each.message)],
+    }
 
 
 def offload(name: str) -> dict[str, Any]:
@@ -715,7 +752,7 @@ WHAT = {
     for what in (
         train, in_channels_last, whole, rehearsals, two_devices, offload, reserve, placed, distributed, workspaces,
         placed_loss, timed, by_rates, attention, saved, copies, live, out_of_memory, out_of_memory_in_blocks, card,
-        moved, cublas, streamed.races, streamed.weights, streamed.larger, streamed.no_room,
+        moved, several_devices, cublas, streamed.races, streamed.weights, streamed.larger, streamed.no_room,
         streamed.replicated, streamed.offloaded, streamed.offloading_blocks, convolutions.cudnn_calls, offloads,
         graphed, capture_fails,
     )

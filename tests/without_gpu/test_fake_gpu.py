@@ -127,6 +127,20 @@ def test_a_model_offloads_of_its_own_accord_where_that_is_faster(ask: Ask) -> No
     assert 0.98 * found["predicted"] < found["asked"] <= found["predicted"] <= 0.6 * found["plain"]
 
 
+@pytest.mark.parametrize("other", ["cpu", "cuda:1"])
+def test_a_model_on_two_devices_is_planned_by_the_memory_of_both(ask: Ask, other: str) -> None:
+    """With PyTorch's own operators alone, of which none fails.
+
+    Autograd's thread copies a gradient of the GPU if the schedule's thread still holds it.
+    """
+    (found,) = ask(f"several_devices:{other}", FAKE_GPU_DEVICES="2", **SMALL_WORKSPACES)
+    assert not found["said"]
+    on_gpu, on_other = found["asked"]
+    assert found["predicted"] <= 0.81 * found["plain"]
+    assert 0.8 * found["predicted"] < on_gpu <= found["predicted"] + found["gradients"] < found["plain"], found
+    assert bool(on_other) == (other != "cpu")
+
+
 def assert_graphed(found: dict[str, Any], draws: bool = False) -> None:
     """Of the loss's kernels each is launched, of the schedule's none: inputs, results, incoming gradients and each
     segment's gradients are copied, and a graph that draws is told seed and offset.

@@ -32,10 +32,11 @@ def plain_peak(request: Request, captured: Captured) -> int | None:
         captured: the step, for its answers to questions about values, and what is resident.
 
     Returns:
-        None: fake tensors do not tell, see `needs_real`, `in_counted_forward` and `NotOnFakes`.
+        None: fake tensors do not tell, see `needs_real`, `in_counted_forward` and `NotOnFakes`; or the step is on
+        several devices, whose memory a program counts together.
     """
     model, device = request.model, captured.device
-    if request.optimizer_in_backward or needs_real(model) or in_counted_forward():
+    if request.optimizer_in_backward or needs_real(model) or in_counted_forward() or captured.on_several_devices:
         return None
     made: list[int] = []  # bytes of a loss that is not the model's
 
