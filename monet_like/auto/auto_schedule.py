@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -77,7 +78,8 @@ def auto_schedule(
     Raises:
         UsageError: an argument is wrong.
         InfeasibleError: no schedule fits; the message says what would.
-        CaptureError: neither the model nor a part of it can be captured; with ``blocks``: one of them cannot.
+        CaptureError: neither the model nor a part of it can be captured; with ``blocks``: one of them cannot. What the
+            forward itself raises in the first call is raised as it is.
     """
     by_blocks = blocks is not None or planning.get("weights", "device") != "device"
     settings = Settings.of(memory_budget, exact, optimizer, planning, blocks=by_blocks)
@@ -190,6 +192,8 @@ class AutoSchedule(ScheduleWrapper):
         except MonetError:
             raise
         except Exception as error:
+            if _is_from_forward(error, self._model):
+                raise error from None  # as plain PyTorch's call does
             raise refused from error
         finally:
             self._parts = self._parts or None
@@ -252,6 +256,12 @@ class AutoSchedule(ScheduleWrapper):
         self.records.append(record)
         self.record = record
         return record
+
+
+def _is_from_forward(error: BaseException, model: nn.Module) -> bool:
+    """Whether a model's own forward was running when an error was raised."""
+    code = getattr(type(model).forward, "__code__", None)
+    return any(frame.f_code is code for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _elements(record: ScheduleRecord) -> int:

@@ -307,6 +307,35 @@ def test_a_found_part_that_cannot_be_captured_is_an_error_before_training(monkey
     assert monet_like.block_plan(mine) is not None
 
 
+class Refusing(nn.Module):
+    """Raises an error of its own for inputs that it does not take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm1d(8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x) + torch.rand_like(x)
+        if x.shape[0] == 3:
+            raise FloatingPointError("three samples")
+        return self.layer(x).relu()
+
+
+def test_what_the_forward_raises_in_the_first_call_is_raised_as_it_is() -> None:
+    torch.manual_seed(0)
+    model = Refusing()
+    plain, planned = copy.deepcopy(model), monet_like.auto_schedule(model, exact=True)
+    state = torch.get_rng_state()
+    with pytest.raises(FloatingPointError, match="three samples"):
+        planned(torch.ones(3, 8))
+    assert torch.equal(torch.get_rng_state(), state) and model.norm.num_batches_tracked == 0
+    results = []
+    for each in (plain, planned):
+        torch.manual_seed(1)
+        results.append(each(torch.ones(4, 8)))
+    assert torch.equal(*results)
+
+
 def test_a_model_that_can_be_captured_nowhere() -> None:
     def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
         x = net.one(x)
