@@ -192,6 +192,8 @@ class KeptPlan:
             ]
             promise = {**content["promise"], "points": points}
             return read_as({**content, "promise": promise, "records": records}, KeptPlan)
+        except json.JSONDecodeError as error:
+            raise ScheduleFileError(f"{path} is no whole plan: no JSON: {error}") from None
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
             raise ScheduleFileError(f"{path} is no whole plan: {error}") from None
 
