@@ -109,7 +109,7 @@ def selective_planned(job: Job, model: nn.Module, example: Example) -> Built:
     blocks, names = _blocks(job, model), {id(module): name for name, module in model.named_modules()}
     request = Request(model, example, "normal", strategy="store_all", profile_batch=job.batch, autocast=job.autocast)
     ready = prepare(request, job.device, profile=Profile.load(job.costs_file) if job.profiles else None)
-    record = compile_prepared(request, ready, 2**50, job.device)[1].record
+    record = compile_prepared(request, ready, 2**50, job.device).record
     started = time.perf_counter()
     found = selective_plan(
         replace(record, budget_bytes=job.budget_bytes or 2**50), ready, request, job.device,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import pickle
+import json
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -126,13 +126,13 @@ def test_the_file_says_which_and_a_smaller_batch_has_the_same(tmp_path: Path) ->
     wrapped, small = ScheduleWrapper(copy.deepcopy(plain), path), images(2)
     assert set(run(plain, (small,), {}).differences(run(wrapped, (small,), {})).values()) == {0.0}
 
-    content = pickle.loads(path.read_bytes())
+    content = json.loads(path.read_text())
     assert content.pop("made_last") == ["large.weight"]
-    path.write_bytes(pickle.dumps(content, protocol=4))  # as files were before there was this
+    path.write_text(json.dumps(content))  # as files were before there was this
     assert ScheduleRecord.load(path) == replace(record, made_last=())
     with pytest.raises(ScheduleFileError, match="does not match the model"):
         ScheduleWrapper(Net(), path)
-    path.write_bytes(pickle.dumps(content | {"made_last": [1]}, protocol=4))
+    path.write_text(json.dumps(content | {"made_last": [1]}))
     with pytest.raises(ScheduleFileError, match="damaged"):
         ScheduleRecord.load(path)
 
