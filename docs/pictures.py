@@ -111,7 +111,7 @@ def draw_memory(path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(8.6, 3.6), layout="constrained")
     for report, label, colour in (
         (found.ready.plain, "plain PyTorch", "#888888"),
-        (found.plan.report, "schedule", "#1f77b4"),
+        (found.compiled.plan.report, "schedule", "#1f77b4"),
     ):
         clock, level = timeline(report)
         axes.plot(clock, level, drawstyle="steps-post", linewidth=1.1, color=colour, label=label)
