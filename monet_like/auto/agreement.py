@@ -128,7 +128,7 @@ def _plain(content: Any) -> Any:
 
 
 def _fields(record: Any) -> dict[str, Any]:
-    """Those of a dataclass."""
+    """A dataclass's fields, which JSON can hold."""
     return {each.name: getattr(record, each.name) for each in fields(record)}
 
 

@@ -41,7 +41,7 @@ from ...ir.step import (
     seconds_of,
     streamed_bytes,
     without_offloads,
-)  # fmt: skip
+)
 from ...ir.units import format_bytes
 from ...solvers.interface import Solution, solve
 from ...solvers.matrix import Builder, Expr, total
@@ -69,7 +69,7 @@ class Choice:
         moment: name of the moment with that peak.
         seconds: of all pieces together.
         bound_seconds: no choice within the budget is faster, of the menus' points or, by
-            `monet_like.plan.proven_choice`, of all.
+            `monet_like.plan.step.proof`, of all.
         status: how well it is known to be the fastest, or of `smallest` to have the lowest peak.
         reason: where it was ``searched``: why the solver found nothing, in its own words.
         moments: name and bytes of every moment, for people.
@@ -90,8 +90,9 @@ class Choice:
         bound_seconds: float = 0.0,
     ) -> Choice:  # fmt: skip
         """Points with what they promise in a step."""
-        seconds, moments = seconds_of(step, points), moments_of(step, points)
-        return Choice(points, *peak_of(step, points), seconds, bound_seconds, status, reason, moments)
+        moments = moments_of(step, points)
+        moment, peak = max(moments, key=itemgetter(1))
+        return Choice(points, peak, moment, seconds_of(step, points), bound_seconds, status, reason, moments)
 
     def check_fits(self, budget_bytes: int, solver: str, more: str = "") -> None:
         """Refuse a budget that this choice, the one with the lowest peak that was found, exceeds.
