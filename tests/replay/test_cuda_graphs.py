@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import trainers
 from graph_twin import TwinRecorder, twin_graphs
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from trainers import STEPS, accumulated, called, gradients, images, loss_of, state
 
 import monet_like
 from monet_like.capture.captured import Captured
@@ -32,6 +34,8 @@ CPU = torch.device("cpu")
 class Net(nn.Module):
     """Convolutions, running statistics, random masks, and two results."""
 
+    images = (4, 3, 8, 8)
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
@@ -45,17 +49,12 @@ class Net(nn.Module):
         return made[:, :4], made[:, 4:]
 
 
-def images(batch: int = 4, seed: int = 0) -> torch.Tensor:
-    return torch.randn(batch, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
-
-
 @functools.cache
 def planned(with_gradient: bool = False) -> tuple[Net, ScheduleRecord, Captured]:
     torch.manual_seed(0)
     model = Net()
-    request = Request(
-        model, ((images().requires_grad_(with_gradient),), {}), "inplace_multiway_newnode", strategy="heuristic"
-    )
+    example = (images(model).requires_grad_(with_gradient),), {}
+    request = Request(model, example, "inplace_multiway_newnode", strategy="heuristic")
     found = Job(request, CPU, Given(DEVICES["cpu"])).plan("90%")
     return model, found.record, found.ready.captured
 
@@ -67,137 +66,67 @@ def pair(with_gradient: bool = False) -> tuple[Net, ScheduleWrapper, ModelGraphs
         with_gradient: of the input.
     """
     model, record, captured = planned(with_gradient)
-    example = (images().requires_grad_(with_gradient),), {}
+    example = (images(model).requires_grad_(with_gradient),), {}
     wrapped = ScheduleWrapper(copy.deepcopy(model), record, example=example, captured=captured)
     wrapped._graphs = twin_graphs(TwinRecorder())
     return copy.deepcopy(model), wrapped, wrapped._graphs
 
 
-def called(model: nn.Module, number: int, batch: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
-    """The results of a step with random masks and images of its own."""
-    torch.manual_seed(number)
-    return model(images(batch, seed=number))  # type: ignore[no-any-return]
-
-
-def loss_of(results: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    return results[0].square().mean() + results[1].sin().sum()
-
-
-def gradients(model: nn.Module) -> list[torch.Tensor]:
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-
-def state(model: nn.Module) -> list[torch.Tensor]:
-    return [tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers())]
-
-
-STEPS = WARM_UP + 5
-
-
-def with_an_optimizer(model: nn.Module) -> list[torch.Tensor]:
+def with_an_optimizer(model: nn.Module) -> Iterator[torch.Tensor]:
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
-    found = []
     for number in range(STEPS):
         loss = loss_of(called(model, number))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=number % 2 == 0)
-        found += [loss.detach(), *state(model), torch.rand(1)]
-    return found
+        yield from (loss.detach(), *state(model), torch.rand(1))
 
 
-def accumulated(model: nn.Module) -> list[torch.Tensor]:
-    found = []
-    for number in range(STEPS):
-        loss_of(called(model, number)).backward()
-        found += gradients(model)
-        if number % 3 == 2:
-            model.zero_grad(set_to_none=number % 2 == 0)
-    return found
-
-
-def everything_kept(model: nn.Module) -> list[torch.Tensor]:
-    """Results and gradients of all steps, compared at the end."""
-    found = []
-    for number in range(STEPS):
-        results = called(model, number)
-        loss_of(results).backward()
-        found += [*results, *(p.grad for p in model.parameters() if p.grad is not None)]
-        model.zero_grad()
-    return found
-
-
-def results_written_into(model: nn.Module) -> list[torch.Tensor]:
-    found = []
+def results_written_into(model: nn.Module) -> Iterator[torch.Tensor]:
     for number in range(STEPS):
         first, second = called(model, number)
         second.mul_(2)
         loss_of((first, second)).backward()
-        found += [first.detach(), second.detach(), *gradients(model)]
-    return found
+        yield from (first.detach(), second.detach(), *gradients(model))
 
 
-def two_forwards(model: nn.Module) -> list[torch.Tensor]:
-    found = []
-    for number in range(STEPS):
-        loss = loss_of(called(model, number)) * loss_of(called(model, number + 1))
-        loss.backward()
-        found += [loss.detach(), *gradients(model), *state(model)]
-        model.zero_grad()
-    return found
-
-
-def backwards_in_order(model: nn.Module) -> list[torch.Tensor]:
-    found, before = [], loss_of(called(model, 99))
+def backwards_in_order(model: nn.Module) -> Iterator[torch.Tensor]:
+    before = loss_of(called(model, 99))
     for number in range(STEPS):
         loss = loss_of(called(model, number))
         before.backward()
-        found += gradients(model)
+        yield from gradients(model)
         before = loss
-    return found
 
 
-def graph_retained(model: nn.Module) -> list[torch.Tensor]:
-    found = []
+def graph_retained(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Where it was not, plain PyTorch says that the graph was freed."""
     for number in range(STEPS):
         loss = loss_of(called(model, number))
         loss.backward(retain_graph=True)
-        found += gradients(model)
+        yield from gradients(model)
         loss.backward(retain_graph=number % 2 == 0)
-        found += gradients(model)
-    return found
+        yield from gradients(model)
+        if number % 2:
+            with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+                loss.backward()
 
 
-def used_twice(model: nn.Module) -> list[torch.Tensor]:
-    """Plain PyTorch says that the graph was freed."""
-    for number in range(STEPS):
-        loss = loss_of(called(model, number))
-        loss.backward()
-        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-            loss.backward()
-    return gradients(model)
-
-
-def one_result_alone(model: nn.Module) -> list[torch.Tensor]:
-    found = []
+def one_result_alone(model: nn.Module) -> Iterator[torch.Tensor]:
     for number in range(STEPS):
         called(model, number)[number % 2].square().sum().backward()
-        found += gradients(model)
+        yield from gradients(model)
         model.zero_grad()
-    return found
 
 
-def some_gradients(model: nn.Module) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
+def some_gradients(model: nn.Module) -> Iterator[torch.Tensor]:
     for number in range(STEPS):
         wanted = [list(model.parameters())[number % 4]]
-        found += torch.autograd.grad(loss_of(called(model, number)), wanted)
-    return found
+        yield from torch.autograd.grad(loss_of(called(model, number)), wanted)
 
 
-def parameters_moved(model: nn.Module) -> list[torch.Tensor]:
+def parameters_moved(model: nn.Module) -> Iterator[torch.Tensor]:
     """Some get other memory: between steps, and between a forward and its backward."""
-    found = []
     for number in range(WARM_UP + 12):
         if number in (WARM_UP + 2, WARM_UP + 7):
             model.last.weight.data = model.last.weight.detach() * 1.5  # type: ignore[union-attr, operator]
@@ -205,14 +134,12 @@ def parameters_moved(model: nn.Module) -> list[torch.Tensor]:
         if number == WARM_UP + 1:
             model.scale.data = model.scale.detach() * 0.5  # type: ignore[union-attr, operator]
         loss.backward()
-        found += gradients(model)
+        yield from gradients(model)
         model.zero_grad()
-    return found
 
 
-def moved_by_a_hook(model: nn.Module) -> list[torch.Tensor]:
+def moved_by_a_hook(model: nn.Module) -> Iterator[torch.Tensor]:
     """While the backward runs, and what it will still read."""
-    found = []
     old = model.second.weight.data  # type: ignore[union-attr]
 
     def move(_: Any) -> None:
@@ -223,80 +150,46 @@ def moved_by_a_hook(model: nn.Module) -> list[torch.Tensor]:
         loss_of(called(model, number)).backward()
         if hook is not None:
             hook.remove()
-        found += [*gradients(model), old.clone()]  # type: ignore[operator]
-    return found
+        yield from (*gradients(model), old.clone())  # type: ignore[operator]
 
 
-def written_in_hooks(model: nn.Module) -> list[torch.Tensor]:
+def written_in_hooks(model: nn.Module) -> Iterator[torch.Tensor]:
     """An optimizer's step for each parameter as soon as its gradient is there."""
-    found = []
+
+    def step(given: torch.Tensor) -> None:
+        assert given.grad is not None
+        with torch.no_grad():
+            given -= 0.1 * given.grad
+        given.grad = None
+
     for parameter in model.parameters():
-
-        def step(given: torch.Tensor) -> None:
-            assert given.grad is not None
-            with torch.no_grad():
-                given -= 0.1 * given.grad
-            given.grad = None
-
         parameter.register_post_accumulate_grad_hook(step)
     for number in range(STEPS):
         loss_of(called(model, number)).backward()
-        found += state(model)
-    return found
+        yield from state(model)
 
 
-def gradients_of_inputs(model: nn.Module) -> list[torch.Tensor]:
-    found = []
+def gradients_of_inputs(model: nn.Module) -> Iterator[torch.Tensor]:
     for number in range(STEPS):
         torch.manual_seed(number)
-        x = images(seed=number).requires_grad_()
+        x = images(model, number).requires_grad_()
         loss_of(model(x)).backward()
         assert x.grad is not None
-        found += [x.grad, *gradients(model)]
-    return found
+        yield from (x.grad, *gradients(model))
 
 
-def smaller_batches(model: nn.Module) -> list[torch.Tensor]:
-    found = []
-    for number in range(12):
-        loss_of(called(model, number, 4 if number % 4 != 3 else 3)).backward()
-        found += [*gradients(model), *state(model)]
-    return found
-
-
-def eval_in_between(model: nn.Module) -> list[torch.Tensor]:
-    found = []
+def eval_in_between(model: nn.Module) -> Iterator[torch.Tensor]:
     for number in range(STEPS):
         results = called(model, number)
         model.eval()
         with torch.no_grad():
-            found += [*called(model, number)]
+            yield from called(model, number)
         model.train()
         loss_of(results).backward()
-        found += gradients(model)
-    return found
+        yield from gradients(model)
 
 
-def failing_in_between(model: nn.Module) -> list[torch.Tensor]:
-    def fail(grad: torch.Tensor) -> None:
-        raise ValueError("in the middle of the backward")
-
-    found = []
-    for number in range(STEPS + 2):
-        hook = model.second.weight.register_hook(fail) if number == WARM_UP + 2 else None  # type: ignore[union-attr, operator]
-        try:
-            loss_of(called(model, number)).backward()
-        except ValueError:
-            assert hook is not None
-            hook.remove()
-            model.zero_grad()  # some parameters have theirs, in an order that is each model's own
-            continue
-        found += gradients(model)
-        model.zero_grad()
-    return found
-
-
-def changed_before_the_backward(model: nn.Module) -> list[torch.Tensor]:
+def changed_before_the_backward(model: nn.Module) -> Iterator[torch.Tensor]:
     """Autograd refuses it in both."""
     for number in range(STEPS):
         loss = loss_of(called(model, number))
@@ -304,20 +197,20 @@ def changed_before_the_backward(model: nn.Module) -> list[torch.Tensor]:
             model.second.weight.mul_(1.0)  # type: ignore[union-attr, operator]
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
-    return state(model)
+    yield from state(model)
 
 
 TRAINERS = [
-    with_an_optimizer, accumulated, everything_kept, results_written_into, two_forwards, backwards_in_order,
-    graph_retained, used_twice, one_result_alone, some_gradients, parameters_moved, moved_by_a_hook, written_in_hooks,
-    gradients_of_inputs, smaller_batches, eval_in_between, failing_in_between, changed_before_the_backward,
+    *trainers.TRAINERS, with_an_optimizer, results_written_into, backwards_in_order, graph_retained, one_result_alone,
+    some_gradients, parameters_moved, moved_by_a_hook, written_in_hooks, gradients_of_inputs, eval_in_between,
+    changed_before_the_backward,
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("trainer", TRAINERS, ids=lambda trainer: trainer.__name__)
-def test_whatever_the_trainer_does(trainer: Callable[[nn.Module], list[torch.Tensor]]) -> None:
+def test_whatever_the_trainer_does(trainer: Callable[[nn.Module], Iterator[torch.Tensor]]) -> None:
     plain, graphed, graphs = pair(trainer is gradients_of_inputs)
-    wanted, found = trainer(plain), trainer(graphed)
+    wanted, found = [*trainer(plain)], [*trainer(graphed)]
     assert len(wanted) == len(found) > 0
     for number, (mine, theirs) in enumerate(zip(wanted, found, strict=True)):
         assert torch.equal(mine, theirs), number
@@ -333,7 +226,7 @@ def test_a_step_is_one_graph_and_one_for_each_segment() -> None:
     _, graphed, _ = pair()
     recorder = TwinRecorder()
     graphs = graphs_of(graphed, recorder)
-    with_an_optimizer(graphed)
+    assert [*with_an_optimizer(graphed)]
     (kept,) = graphed._kept
     count = 1 + len(kept.step.segments)
     assert count > 2
@@ -351,11 +244,11 @@ def test_the_graphs_are_free_after_the_backward_though_the_loss_is_held() -> Non
     assert graphs.replayed == STEPS - WARM_UP
 
 
-def compared(plain: nn.Module, graphed: nn.Module, numbers: range, batch: int = 4) -> None:
+def compared(plain: nn.Module, graphed: nn.Module, numbers: range, *, fewer: bool = False) -> None:
     for number in numbers:
         for model in (plain, graphed):
             model.zero_grad()
-            loss_of(called(model, number, batch)).backward()
+            loss_of(called(model, number, fewer=fewer)).backward()
         assert all(map(torch.equal, gradients(plain), gradients(graphed))), number
         assert all(map(torch.equal, state(plain), state(graphed))), number
 
@@ -437,9 +330,9 @@ def test_a_form_that_comes_for_long_takes_the_graphs_over(monkeypatch: pytest.Mo
     monkeypatch.setattr("monet_like.replay.graphs.model.TAKES_OVER", 3)
     plain, graphed, graphs = pair()
     compared(plain, graphed, range(WARM_UP + 1))
-    compared(plain, graphed, range(3), batch=3)
+    compared(plain, graphed, range(3), fewer=True)
     assert (graphs.captures, graphs.replayed) == (1, 1)
-    compared(plain, graphed, range(3), batch=3)
+    compared(plain, graphed, range(3), fewer=True)
     assert (graphs.captures, graphs.replayed) == (2, 4)
     compared(plain, graphed, range(3))
     assert graphs.replayed == 4
@@ -547,7 +440,7 @@ def test_copies_lie_as_their_originals() -> None:
 
 def test_copies_and_pickles_of_a_model_have_no_graphs() -> None:
     _, graphed, _ = pair()
-    accumulated(graphed)
+    assert [*accumulated(graphed)]
     for other in (copy.deepcopy(graphed), pickle.loads(pickle.dumps(graphed))):
         assert other._graphs is None
 

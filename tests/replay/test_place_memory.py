@@ -12,7 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import trainers
 from torch import nn
+from trainers import accumulated, called, gradients, images
 
 import monet_like
 from monet_like.build import library_path
@@ -35,6 +37,8 @@ MIB, CPU = 2**20, torch.device("cpu")
 class Net(nn.Module):
     """Activations of 2 and 3 MiB at 8 images, dropout, and a weight of 3 MiB."""
 
+    images = (8, 3, 64, 64)
+
     def __init__(self, p: float = 0.2) -> None:
         super().__init__()
         self.first, self.second = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 24, 3, padding=1)
@@ -45,16 +49,12 @@ class Net(nn.Module):
         return x * self.last(nn.functional.avg_pool2d(x, 8).flatten(1)).mean(1)[:, None, None, None]
 
 
-def images(batch: int = 8, seed: int = 0) -> torch.Tensor:
-    return torch.randn(batch, 3, 64, 64, generator=torch.Generator().manual_seed(seed))
-
-
 @functools.cache
 def planned(p: float) -> tuple[Net, ScheduleRecord, Captured]:
     """A model, a schedule that recomputes, and what the model was captured as."""
     torch.manual_seed(0)
     model = Net(p)
-    request = Request(model, ((images(),), {}), "inplace_multiway_newnode", strategy="heuristic")
+    request = Request(model, ((images(model),), {}), "inplace_multiway_newnode", strategy="heuristic")
     found = Job(request, CPU, Given(DEVICES["cpu"])).plan("85%")
     return model, found.record, found.ready.captured
 
@@ -62,7 +62,7 @@ def planned(p: float) -> tuple[Net, ScheduleRecord, Captured]:
 def pair(p: float = 0.2) -> tuple[ScheduleWrapper, ScheduleWrapper]:
     """The same model twice, with a schedule that recomputes; the second one's memory is placed."""
     model, record, captured = planned(p)
-    example = (images(),), {}
+    example = (images(model),), {}
     usual, placed = (
         ScheduleWrapper(copy.deepcopy(model), record, example=example, captured=captured) for _ in range(2)
     )
@@ -79,12 +79,11 @@ def memory(model: ScheduleWrapper) -> StepMemory:
     return one
 
 
-def steps(model: nn.Module, count: int, seed: int = 0) -> Iterator[torch.Tensor]:
+def steps(model: nn.Module, count: int) -> Iterator[torch.Tensor]:
     """Training steps with an optimizer; yields every loss."""
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     for number in range(count):
-        torch.manual_seed(seed + number)
-        loss = model(images(seed=number)).square().mean()
+        loss = called(model, number).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -118,92 +117,24 @@ def test_the_block_is_as_small_as_the_step_allows() -> None:
     assert memory(placed).placed_bytes == at_once
 
 
-def called(model: nn.Module, number: int, batch: int = 8) -> torch.Tensor:
-    """The result of a step with random masks and images of its own."""
-    torch.manual_seed(number)
-    return model(images(batch, seed=number))
-
-
-def kept_results(model: nn.Module) -> list[torch.Tensor]:
-    """A trainer that keeps every result: their places are taken when the next step wants them."""
-    kept = []
-    for number in range(6):
-        result = called(model, number)
-        result.sum().backward()
-        kept.append(result.detach())
-    return kept
-
-
-def kept_later(model: nn.Module) -> list[torch.Tensor]:
+def kept_later(model: nn.Module) -> Iterator[torch.Tensor]:
     """Results and gradients that no step outlived while it was recorded, and from then on all do."""
-    kept = []
     for number in range(8):
         result = called(model, number)
         result.sum().backward()
         if number > RECORDED + 1:
-            kept += [result.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+            yield from (result.detach(), *(p.grad for p in model.parameters() if p.grad is not None))
         del result
         model.zero_grad()
-    return kept
 
 
-def two_forwards(model: nn.Module) -> list[torch.Tensor]:
-    found = []
-    for number in range(5):
-        (called(model, number).sum() * model(images(seed=number + 1)).mean()).backward()
-        found.append(model.last.weight.grad.clone())  # type: ignore[union-attr, operator]
-        model.zero_grad()
-    return found
-
-
-def accumulated(model: nn.Module) -> list[torch.Tensor]:
-    found = []
-    for number in range(8):
-        called(model, number).sum().backward()
-        found.append(model.last.weight.grad.clone())  # type: ignore[union-attr, operator]
-        if number % 2:
-            model.zero_grad(set_to_none=number % 4 == 1)
-    return found
-
-
-def smaller_batches(model: nn.Module) -> list[torch.Tensor]:
-    found = []
-    for number in range(9):
-        called(model, number, 8 if number % 3 else 6).sum().backward()
-        found.append(model.last.weight.grad.clone())  # type: ignore[union-attr, operator]
-        model.zero_grad()
-    return found
-
-
-def no_backward_at_first(model: nn.Module) -> list[torch.Tensor]:
-    found = []
+def no_backward_at_first(model: nn.Module) -> Iterator[torch.Tensor]:
     for number in range(8):
         result = called(model, number)
         if number > 3:
             result.sum().backward()
-        found.append(result.detach().clone())
-    return [*found, model.last.weight.grad]  # type: ignore[list-item, union-attr]
-
-
-def failing_in_between(model: nn.Module) -> list[torch.Tensor]:
-    found = []
-
-    def fail(grad: torch.Tensor) -> None:
-        raise ValueError("in the middle of the backward")
-
-    for number in range(6):
-        torch.manual_seed(number)
-        hook = model.last.weight.register_hook(fail) if number == 3 else None  # type: ignore[union-attr, operator]
-        result = model(images(seed=number))
-        try:
-            result.sum().backward()
-        except ValueError:
-            assert hook is not None
-            hook.remove()
-        found.append(result.detach().clone())
-        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        model.zero_grad()
-    return found
+        yield result.detach().clone()
+    yield from gradients(model)
 
 
 def large_loss(result: torch.Tensor) -> torch.Tensor:
@@ -212,32 +143,29 @@ def large_loss(result: torch.Tensor) -> torch.Tensor:
     return (spread.square() + spread).sin().mean()
 
 
-def another_net_in_between(model: nn.Module) -> list[torch.Tensor]:
+def another_net_in_between(model: nn.Module) -> Iterator[torch.Tensor]:
     """Between forward and backward, or after a forward without one, other tensors are allocated and kept."""
     torch.manual_seed(0)
-    found, other = [], nn.Linear(1024, 1024)
+    other = nn.Linear(1024, 1024)
     for number in range(9):
         result = called(model, number)
         if number % 3:
             other(torch.randn(512 * (number % 3), 1024)).square().sum().backward()
-            found += [weight.grad.clone() for weight in other.parameters() if weight.grad is not None]
+            yield from gradients(other)
         if number != 4:
             large_loss(result).backward()
-        found.append(result.detach())
+        yield result.detach()
         model.zero_grad()
-    return [*found, *model.parameters()]
+    yield from model.parameters()
 
 
-TRAINERS = [
-    kept_results, kept_later, two_forwards, accumulated, smaller_batches, no_backward_at_first, failing_in_between,
-    another_net_in_between,
-]  # fmt: skip
+TRAINERS = [*trainers.TRAINERS, kept_later, no_backward_at_first, another_net_in_between]
 
 
 @pytest.mark.parametrize("trainer", TRAINERS, ids=lambda trainer: trainer.__name__)
-def test_whatever_the_trainer_does(trainer: Callable[[nn.Module], list[torch.Tensor]]) -> None:
+def test_whatever_the_trainer_does(trainer: Callable[[nn.Module], Iterator[torch.Tensor]]) -> None:
     usual, placed = pair()
-    for mine, theirs in zip(trainer(usual), trainer(placed), strict=True):
+    for mine, theirs in zip([*trainer(usual)], [*trainer(placed)], strict=True):
         assert torch.equal(mine, theirs)
     assert all(found._recordings <= MOST_RECORDINGS for found in memories(placed))
     assert any(found.placed_bytes for found in memories(placed))
@@ -250,16 +178,15 @@ def test_the_loss_between_forward_and_backward_has_its_places() -> None:
     for number in range(RECORDED + 4):
         if number == RECORDED + 2:
             extra = torch.empty(0)
-        gradients = []
+        found = []
         for net in (usual, placed):
-            torch.manual_seed(number)
             net.zero_grad()
-            result = net(images(seed=number))
+            result = called(net, number)
             if number == RECORDED + 2:  # of the loss's tensors none has its place then, and of the schedule's every one
                 extra = torch.empty(3 * MIB, dtype=torch.uint8)
             large_loss(result).backward()
-            gradients.append([p.grad.clone() for p in net.parameters() if p.grad is not None])
-        assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+            found.append(gradients(net))
+        assert all(map(torch.equal, *found))
         if number >= RECORDED:
             there, missed = memory(placed).counts
             of_schedule = memory(small).counts[0]
@@ -275,9 +202,9 @@ def test_the_loss_between_forward_and_backward_has_its_places() -> None:
 def test_tensors_that_outlive_their_places_are_left_out() -> None:
     """With gradients that stay, every other step frees them late; what is recorded again is then right for both."""
     _, placed = pair()
-    accumulated(placed)
+    assert [*accumulated(placed)]
     for _ in range(4):
-        placed(images()).sum().backward()
+        placed(images(placed)).sum().backward()
     assert memory(placed).counts[0] > 0
     assert memory(placed).counts[1] == 0
 
@@ -287,9 +214,8 @@ def test_a_block_outlives_its_model_while_tensors_lie_in_it() -> None:
     found = []
     for model in (usual, placed):
         for number in range(4):
-            torch.manual_seed(number)
             model.zero_grad()
-            model(images(seed=number)).sum().backward()
+            called(model, number).sum().backward()
         found.append([p.grad for p in model.parameters()])
     lying = [g.clone() for g in found[1] if g is not None]
     del placed, model
@@ -332,7 +258,7 @@ def test_threads_have_plans_of_their_own() -> None:
 def undisturbed(model: nn.Module, all_ran: threading.Barrier) -> list[torch.Tensor]:
     losses = []
     for number in range(6):
-        result = model(images(seed=number))
+        result = model(images(model, number))
         all_ran.wait()
         loss = result.square().mean()
         loss.backward()
@@ -360,13 +286,13 @@ def test_a_device_on_which_nothing_can_be_placed_ends_no_run(monkeypatch: pytest
     with pytest.warns(
         UserWarning, match="the memory of Net's steps is placed no longer: memory can be placed on a CPU"
     ) as told:
-        found = [loss_of(called) for called in (usual, placed) for _ in range(2)]
+        found = [squared(model) for model in (usual, placed) for _ in range(2)]
     assert len(told) == 1
     assert found[:2] == found[2:]
 
 
-def loss_of(called: nn.Module) -> float:
+def squared(model: nn.Module) -> float:
     torch.manual_seed(0)
-    loss = called(images()).square().mean()
+    loss = model(images(model)).square().mean()
     loss.backward()
     return loss.item()
