@@ -221,19 +221,6 @@ def twice(net: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return layer(layer(x).tanh())
 
 
-def test_autocast_with_and_without_its_cache() -> None:
-    """With it a weight is cast once, so that its gradients are added in 16 bits."""
-
-    def script(called: nn.Module, model: nn.Module, note: Callable[..., None]) -> None:
-        for cached in (True, False, True):
-            with torch.autocast("cpu", torch.bfloat16, cache_enabled=cached):
-                result = called(rows())
-            result.float().square().sum().backward()
-            note([p.grad for p in model.parameters()])
-
-    assert_as_plain(lambda: Net(twice, linear()), script, captures=2)
-
-
 class Scaled(TorchFunctionMode):
     def __init__(self, scale: float) -> None:
         super().__init__()

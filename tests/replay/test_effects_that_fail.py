@@ -5,8 +5,6 @@ from __future__ import annotations
 import collections
 import copy
 import ctypes
-import queue
-import socket
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -51,10 +49,6 @@ def batch() -> torch.Tensor:
 # Refused when it is captured ----------------------------------------------------------------------------------------
 
 
-class Job(threading.Thread):
-    """A user's own thread."""
-
-
 class Unwilling:
     """An object that does not let itself be taken apart."""
 
@@ -94,14 +88,8 @@ def generated(h: torch.Tensor) -> Any:
 
 NEVER: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "thread": (lambda h: threading.Thread(target=print), "what cannot be copied"),
-    "thread of an own class": (lambda h: Job(), "what cannot be copied"),
-    "this thread": (lambda h: threading.current_thread(), "what cannot be copied"),
-    "lock": (lambda h: threading.Lock(), "what cannot be copied"),
-    "queue": (lambda h: queue.Queue(), "what cannot be copied"),
     "file": (lambda h: Path("/dev/null").open(), "what cannot be copied"),  # noqa: SIM115
     "generator": (generated, "what cannot be copied"),
-    "socket": (lambda h: socket.socket(), "what cannot be copied"),
-    "memory": (lambda h: memoryview(b"12"), "what cannot be copied"),
     "unwilling": (lambda h: Unwilling(), r"what cannot be copied \(not this one\)"),
     "unmade": (lambda h: Unmade(1), r"what cannot be copied \(.*missing 1 required positional argument"),
     "of a list": (closed_list, "a function that holds a list of one call"),
