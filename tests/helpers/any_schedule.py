@@ -60,43 +60,51 @@ class OrPlain(AnySchedule):
 Script = Callable[[nn.Module, nn.Module, Callable[..., None]], None]
 
 
-def told(make: Callable[[], nn.Module], script: Script, seed: int | None) -> tuple[list[Any], int]:
+def told(
+    make: Callable[[], nn.Module], script: Script, wrap: Callable[[nn.Module], nn.Module]
+) -> tuple[list[Any], int, list[str]]:
     """Everything that a script notes about a model, its gradients, parameters, buffers and the generator's state at the
     end.
 
-    Args:
-        seed: of the schedules of a wrapper; None: the model itself is called.
-
     Returns:
-        The notes, and how often the model was captured.
+        The notes, how often the model was captured, and what warnings say of calls that run as the plain model.
     """
     torch.manual_seed(0)
     model = make()
-    called = model if seed is None else AnySchedule(model, seed)
+    called = wrap(model)
     notes: list[Any] = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # values that a forward sets
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
         script(called, model, lambda *things: notes.append(copy.deepcopy([_kept(thing) for thing in things])))
     notes.append(dict(model.named_parameters()) | dict(model.named_buffers()))
     notes.append({name: parameter.grad for name, parameter in model.named_parameters()})
-    return [*notes, torch.get_rng_state()], called.captures if isinstance(called, AnySchedule) else 0
+    captures = called.captures if isinstance(called, AnySchedule) else 0
+    said = [str(each.message) for each in caught if "runs as plain PyTorch" in str(each.message)]
+    return [*notes, torch.get_rng_state()], captures, said
 
 
 def _kept(thing: Any) -> Any:
     return [t.detach().clone() for t in tensors(thing)] if tensors(thing) else thing
 
 
-def assert_as_plain(make: Callable[[], nn.Module], script: Script, captures: int | None = None, seed: int = 0) -> None:
+def assert_as_plain(
+    make: Callable[[], nn.Module], script: Script, captures: int | None = None, seed: int = 0,
+    wrap: type[AnySchedule] = AnySchedule,
+) -> list[str]:  # fmt: skip
     """Assert that a script sees with a wrapper what it sees with the model, to the bit.
 
     Args:
         captures: how often the model is to be captured.
         seed: of the schedules.
+
+    Returns:
+        What warnings say of calls that run as the plain model, which none but those of `OrPlain` do.
     """
-    plain, _ = told(make, script, None)
-    ours, count = told(make, script, seed)
+    plain, _, _ = told(make, script, lambda model: model)
+    ours, count, said = told(make, script, lambda model: wrap(model, seed))
     torch.testing.assert_close(ours, plain, rtol=0, atol=0, equal_nan=True)
     assert captures in (None, count)
+    return said
 
 
 def step(model: nn.Module, *args: Any) -> Any:

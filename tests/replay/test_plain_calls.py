@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from any_schedule import OrPlain
+from any_schedule import OrPlain, Script, assert_as_plain
 from nets import rows
 from torch import nn
-from training import twin
 
 from monet_like.errors import CaptureError, UsageError
 
@@ -33,24 +32,22 @@ class Branches(nn.Module):
         return self.layer(x).square().sum()
 
 
-def trained(model: nn.Module, called: nn.Module, calls: list[tuple[Any, ...]]) -> list[Any]:
-    """Losses of a loop of SGD, and everything that it leaves behind."""
-    torch.manual_seed(3)
-    random.seed(3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    losses = []
-    for call in calls:
-        loss = called(*call)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    gradients = [p.grad for p in model.parameters()]
-    return [losses, list(model.state_dict().values()), gradients, torch.get_rng_state(), random.getstate()]
+def training(*calls: tuple[Any, ...], before: Callable[[nn.Module, int], None] = lambda *_: None) -> Script:
+    """A loop of SGD; ``before`` is told of each call."""
 
+    def script(called: nn.Module, model: nn.Module, note: Callable[..., None]) -> None:
+        torch.manual_seed(3)
+        random.seed(3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for number, call in enumerate(calls):
+            before(called, number)
+            loss = called(*call)
+            loss.backward()
+            optimizer.step()
+            note(loss)
+        note(hash(random.getstate()))
 
-def assert_equal(ours: list[Any], plain: list[Any]) -> None:
-    torch.testing.assert_close(ours[:4], plain[:4], rtol=0, atol=0)
-    assert ours[4:] == plain[4:]
+    return script
 
 
 @pytest.fixture
@@ -59,21 +56,14 @@ def model() -> nn.Module:
     return Branches()
 
 
-def test_a_form_that_cannot_be_captured_runs_as_the_plain_model_with_one_warning(model: nn.Module) -> None:
+def test_a_form_that_cannot_be_captured_runs_as_the_plain_model_with_one_warning() -> None:
     """And the step of the other form goes on; a failed capture leaves no trace."""
-    plain = twin(model)
-    called = OrPlain(model)
-    calls = [(rows(),), (rows(), -1), (rows(4, 8),), (rows(), -1), (rows(),)]
-    with pytest.warns(UserWarning, match="runs as plain PyTorch") as caught:
-        ours = trained(model, called, calls)
-    told = [str(w.message) for w in caught if "runs as plain PyTorch" in str(w.message)]
-    assert len(told) == 1
-    assert told[0].startswith(
+    script = training((rows(),), (rows(), -1), (rows(4, 8),), (rows(), -1), (rows(),))
+    (said,) = assert_as_plain(Branches, script, captures=2, wrap=OrPlain)
+    assert said.startswith(
         "Branches runs as plain PyTorch when it is called with float32[6, 8], in plain PyTorch's memory: "
     )
-    assert "random" in told[0]
-    assert called.captures == 2
-    assert_equal(ours, trained(plain, plain, calls))
+    assert "random" in said
 
 
 def test_before_the_first_step_it_is_an_error(model: nn.Module) -> None:
@@ -95,21 +85,14 @@ def broken(error: BaseException) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     "error", [ZeroDivisionError("division by zero"), KeyError(0), AssertionError(), UsageError("no")]
 )
-def test_errors_of_our_own_code_end_nothing(
-    model: nn.Module, error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain = twin(model)
-    called = OrPlain(model)
-    calls = [(rows(),), (rows(5, 8),), (rows(),)]
+def test_errors_of_our_own_code_end_nothing(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(called: nn.Module, number: int) -> None:
+        if number == 1 and isinstance(called, OrPlain):
+            monkeypatch.setattr(OrPlain, "_planned", broken(error))
 
-    def stepped() -> Iterator[tuple[Any, ...]]:
-        yield calls[0]
-        monkeypatch.setattr(OrPlain, "_planned", broken(error))
-        yield from calls[1:]
-
-    with pytest.warns(UserWarning, match=r"runs as plain PyTorch when it is called with float32\[5, 8\]"):
-        ours = trained(model, called, stepped())  # type: ignore[arg-type]
-    assert_equal(ours, trained(plain, plain, calls))
+    script = training((rows(),), (rows(5, 8),), (rows(),), before=breaks)
+    (said,) = assert_as_plain(Branches, script, captures=1, wrap=OrPlain)
+    assert "runs as plain PyTorch when it is called with float32[5, 8]" in said
 
 
 def test_an_interrupt_is_one(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,14 +114,10 @@ def test_an_error_of_the_models_own_is_the_models(model: nn.Module) -> None:
         called(torch.randn(6, 9))
 
 
-def test_an_argument_that_cannot_be_followed(model: nn.Module) -> None:
-    plain = twin(model)
-    called = OrPlain(model)
-    calls = [(rows(),), (rows(), SetOfOne({1})), (rows(), SetOfOne({1}))]
-    with pytest.warns(UserWarning, match="an argument of type SetOfOne was given") as caught:
-        ours = trained(model, called, calls)
-    assert len([w for w in caught if "runs as plain" in str(w.message)]) == 1
-    assert_equal(ours, trained(plain, plain, calls))
+def test_an_argument_that_cannot_be_followed() -> None:
+    script = training((rows(),), (rows(), SetOfOne({1})), (rows(), SetOfOne({1})))
+    (said,) = assert_as_plain(Branches, script, captures=1, wrap=OrPlain)
+    assert "an argument of type SetOfOne was given" in said
 
 
 class SetOfOne(set):  # type: ignore[type-arg]
@@ -210,10 +189,9 @@ class Late(Branches):
 def test_a_backward_reads_what_was_set_since_the_forward(read: str) -> None:
     """Nobody holds the inputs and the results, and another forward has changed the buffers."""
 
-    def losses(model: Any, called: Any) -> list[Any]:
+    def script(called: nn.Module, model: Any, note: Callable[..., None]) -> None:
         SCALE[0] = 1.0
         torch.manual_seed(3)
-        found: list[Any] = []
         for step in range(4):
             for parameter in model.parameters():
                 parameter.grad = None
@@ -221,18 +199,11 @@ def test_a_backward_reads_what_was_set_since_the_forward(read: str) -> None:
             if step in (1, 3):
                 model.change()
             result.backward()
-            found += [result.detach(), *(p.grad for p in model.parameters())]
-        return [*found, *model.state_dict().values(), torch.get_rng_state()]
+            note(result, [p.grad for p in model.parameters()])
 
-    torch.manual_seed(0)
-    model = Late(read)
-    plain = losses(model, model)
-    torch.manual_seed(0)
-    called = OrPlain(model := Late(read))
-    with pytest.warns(UserWarning, match="set between a forward and its backward") as caught:
-        ours = losses(model, called)
-    torch.testing.assert_close(ours, plain, rtol=0, atol=0)
-    assert len([w for w in caught if "runs as plain PyTorch" in str(w.message)]) == 2  # one of each form
+    said = assert_as_plain(lambda: Late(read), script, wrap=OrPlain)
+    assert len(said) == 2  # one of each form
+    assert all("set between a forward and its backward" in one for one in said)
 
 
 class Chained(nn.Module):
@@ -251,20 +222,13 @@ class Chained(nn.Module):
 def test_a_plain_backward_leaves_that_of_the_call_before_alone() -> None:
     """Whose result is the input, and whose parameters are the same."""
 
-    def gradients(model: Chained, called: Any) -> list[Any]:
+    def script(called: nn.Module, model: Any, note: Callable[..., None]) -> None:
         loss = called(called(rows())).square().sum()
         model.scale += 0.5
         loss.backward()
-        return [parameter.grad for parameter in model.parameters()]
 
-    torch.manual_seed(0)
-    model = Chained()
-    plain = gradients(model, model)
-    torch.manual_seed(0)
-    called = OrPlain(model := Chained())
-    with pytest.warns(UserWarning, match="set between a forward and its backward"):
-        ours = gradients(model, called)
-    torch.testing.assert_close(ours, plain)
+    said = assert_as_plain(Chained, script, wrap=OrPlain)
+    assert said and all("set between a forward and its backward" in one for one in said)
 
 
 class Recurrent(nn.Module):
@@ -320,22 +284,15 @@ def test_an_operator_that_fails_leaves_what_it_leaves_in_plain_pytorch() -> None
             self.seen += 1  # type: ignore[has-type]
             return self.layer(self.drop(x) + self.words(words)).square().sum()
 
-    def script(model: Any, called: Any) -> list[Any]:
+    def script(called: nn.Module, model: nn.Module, note: Callable[..., None]) -> None:
         torch.manual_seed(3)
-        found: list[Any] = []
         for index in (1, 9, 2, -4, 3):
             try:
                 result = called(rows(), torch.tensor([0, 1, 2, 3, 4, index]))
                 result.backward()
-                found.append(result.detach())
+                note(result)
             except IndexError as error:
-                found.append(torch.tensor([*str(error).encode()]))
-            found += [torch.get_rng_state(), model.seen.clone()]
-        return [*found, *(p.grad for p in model.parameters())]
+                note(torch.tensor([*str(error).encode()]))
+            note(torch.get_rng_state(), model.seen)
 
-    torch.manual_seed(0)
-    model = Looks()
-    plain = script(model, model)
-    torch.manual_seed(0)
-    model = Looks()
-    torch.testing.assert_close(script(model, OrPlain(model)), plain, rtol=0, atol=0)
+    assert_as_plain(Looks, script, wrap=OrPlain)
