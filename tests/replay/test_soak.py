@@ -107,13 +107,11 @@ class Training:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("autocast", ["bfloat16", "float16"])
-def test_40_steps_with_dropout_amp_and_accumulation(autocast: str) -> None:
+def test_40_steps_with_dropout_amp_and_accumulation() -> None:
     torch.manual_seed(0)
     model = small_resnet()
-    dtype = getattr(torch, autocast)
-    plain = Training(copy.deepcopy(model), dtype)
-    ours = Training(ScheduleWrapper(model, record_of(model, autocast)), dtype)
+    plain = Training(copy.deepcopy(model), torch.float16)
+    ours = Training(ScheduleWrapper(model, record_of(model, "float16")), torch.float16)
     losses = [(plain.step(number), ours.step(number)) for number in range(40)]
     assert [n for n, (one, other) in enumerate(losses) if one != other] == []
     assert sum(one for one, _ in losses[-10:]) < 0.9 * sum(one for one, _ in losses[:10])
