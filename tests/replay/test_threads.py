@@ -77,12 +77,6 @@ def test_two_threads_capture_at_once() -> None:
     assert all(a is b if callable(a) else a == b for a, b in zip(of_pytorch(), before, strict=True))
 
 
-def test_two_captures_by_hand() -> None:
-    models = [Net() for _ in range(4)]
-    found = in_threads(*(functools.partial(capture, model, (torch.randn(5, 6),)) for model in models))
-    assert len({captured.program.fingerprint for captured in found}) == 1
-
-
 def test_threads_of_one_model_capture_it_once() -> None:
     called = AnySchedule(nn.Sequential(nn.Linear(6, 6), nn.Tanh()))
     x = torch.randn(5, 6)
