@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pandas
 import pytest
-from click.testing import CliRunner, Result
+from commands import run_command
 
 from monet_like import cli
 from monet_like.auto.planning import Settings
@@ -46,20 +46,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run(*words: str, exit_code: int = 0) -> Result:
-    result = CliRunner().invoke(main, words, env={"COLUMNS": "160"})
-    assert result.exit_code == exit_code, result.output
-    return result
-
-
 def test_three_arguments_are_enough() -> None:
     """And the schedule command, asked with the same three, finds the file and checks it."""
-    told = run("solve", "net.py:Net", "8", "80%").stdout
+    told = run_command("solve", "net.py:Net", "8", "80%").stdout
     record = ScheduleRecord.load(Path(f"solution_net_Net_8_{MODE}_80percent.json"))
     assert (record.mode, record.model, record.solver.split()[0]) == (MODE, "net.py:Net", SOLVER)
     assert record.budget_bytes == int(0.8 * record.plain_peak_bytes) >= record.peak_bytes
     assert f"wrote solution_net_Net_8_{MODE}_80percent.json" in told
-    checked = run("schedule", "net.py:Net", "8", "80%", "--run-bs", "--json").stdout
+    checked = run_command("schedule", "net.py:Net", "8", "80%", "--run-bs", "--json").stdout
     assert json.loads(checked)["run_bs"]["fitted"] is True
 
 
@@ -71,7 +65,7 @@ def test_the_budget_of_other_commands() -> None:
             ("60 %", "a share of plain PyTorch's peak"),
             ("card", "what is free on the card for one step"),
         ):
-            stderr = run(command, "net.py:Net", budget, exit_code=2).stderr
+            stderr = run_command(command, "net.py:Net", budget, exit_code=2).stderr
             assert stderr.startswith(f"error: budget {budget} is {what}, which differs from batch to batch;")
     assert not list(Path().glob("solutions/profiles/*"))
 
@@ -83,7 +77,7 @@ def test_one_default_solver_and_it_is_said() -> None:
         (solver,) = (parameter for parameter in command.params if parameter.name == "solver")
         (mode,) = (parameter for parameter in command.params if parameter.name == "mode")
         assert (solver.default, mode.default) == (SOLVER, MODE), command.name
-    assert f"SOLVER is {SOLVER} (the default)" in " ".join(run("solve", "--help").stdout.split())
+    assert f"SOLVER is {SOLVER} (the default)" in " ".join(run_command("solve", "--help").stdout.split())
     assert inspect.signature(plan).parameters["solver"].default == SOLVER
     assert (Settings.solver, Settings.mode) == (SOLVER, MODE)  # of auto_schedule
     assert Request.solver == SOLVER
@@ -93,10 +87,10 @@ def test_one_default_solver_and_it_is_said() -> None:
 @pytest.mark.slow
 def test_the_front_speaks_of_ten_percent_more_memory() -> None:
     words = ("pareto", "net.py:Net", "8", "--profile", "roofline:cpu", "--time-limit", "2")
-    told = run(*words, "--points", "3", "--csv", "front.csv").stdout
+    told = run_command(*words, "--points", "3", "--csv", "front.csv").stdout
     assert "10 % more memory saves" in told and "GB more saves" not in told
     saved = pandas.read_csv("front.csv").percent_saved
     assert saved.isna().tolist() == [False, False, True]
     assert f"{saved[0]:.1f} %" in told
-    (point,) = json.loads(run(*words, "--budgets", "100%", "--json").stdout)["points"]
+    (point,) = json.loads(run_command(*words, "--budgets", "100%", "--json").stdout)["points"]
     assert point["percent_saved_by_tenth"] is point["seconds_saved_per_gigabyte"] is None

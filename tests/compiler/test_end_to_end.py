@@ -5,18 +5,15 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-import os
 from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
-from commands import call
+from commands import call, run_command
 from torch import nn
 from training import run, twin
 
 import monet_like
-from monet_like.cli.group import main
 from monet_like.errors import InfeasibleError, UsageError
 from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.profile.measure import allocated_peak
@@ -31,16 +28,9 @@ def net():
 """
 
 
-def run_here(*arguments: str, exit_code: int = 0) -> str:
-    """What a command prints, in this process."""
-    result = CliRunner().invoke(main, arguments, env={"COLUMNS": "160"}, catch_exceptions=False)
-    assert result.exit_code == exit_code, result.output
-    return result.output if exit_code else result.stdout
-
-
 @pytest.mark.slow
 def test_solve_check_and_inspect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The two scripts in processes of their own, and the same commands here."""
+    """The two scripts in processes of their own."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "net.py").write_text(NET)
     problem = ("net.py:net", "16", "85%", "inplace_conv_multiway_newnode", "CBC", "--input-shape", "8,16,16")
@@ -51,18 +41,12 @@ def test_solve_check_and_inspect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     path = tmp_path / "solution_net_net_16_inplace_conv_multiway_newnode_85percent.json"
     record = ScheduleRecord.load(path)
     assert record.peak_bytes <= record.budget_bytes == int(0.85 * record.plain_peak_bytes)
-    (profile,) = Path(os.environ["MONET_LIKE_CACHE"]).glob("profile_*.json")
-    content = profile.read_bytes()
-
-    run_here("solve", *problem, "--time-limit", "1")
-    assert profile.read_bytes() == content  # reused, not measured anew
-
     checks = ("--check_diff", "--run-bs", "--check_runtime", "--steps", "2")
     checked = call(tmp_path, "scripts/schedule.py", *problem, "--solution_file", str(path), *checks)
     assert checked.returncode == 0, checked.stdout + checked.stderr
     for word in ("check_diff: passed", "run_bs: fitted", "medians of 2 alternating steps"):
         assert word in checked.stdout
-    assert json.loads(run_here("inspect", str(path), "--json"))["mode"] == "inplace_conv_multiway_newnode"
+    assert json.loads(run_command("inspect", str(path), "--json").stdout)["mode"] == "inplace_conv_multiway_newnode"
 
 
 @pytest.mark.slow
@@ -71,12 +55,12 @@ def test_options_of_the_problem_reach_the_plan(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     (tmp_path / "net.py").write_text(NET)
     net, mode = ("net.py:net", "16"), ("inplace_multiway_newnode", "heuristic", "--input-shape", "8,16,16")
-    said = run_here("solve", *net, "92%", *mode, "--profile-batch", "2", "--out", "a.json")
+    said = run_command("solve", *net, "92%", *mode, "--profile-batch", "2", "--out", "a.json").stdout
     assert "measured at batch 2, scaled to 16" in said
     assert ScheduleRecord.load(tmp_path / "a.json").schedule.rerun_count > 0
     ablation = ("--ablation", "--profile", "roofline:cpu", "--out", "b.json")
-    assert "no schedule fits" in run_here("solve", *net, "92%", *mode, *ablation, exit_code=2)
-    run_here("solve", *net, "99%", *mode, *ablation)
+    assert "no schedule fits" in run_command("solve", *net, "92%", *mode, *ablation, exit_code=2).output
+    run_command("solve", *net, "99%", *mode, *ablation)
     record = ScheduleRecord.load(tmp_path / "b.json")
     assert record.ablation and record.schedule.rerun_count == 0
 

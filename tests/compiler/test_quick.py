@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
+from commands import run_command
 from torch import nn
 
 import monet_like
 from monet_like.auto import kept_plans, planning
 from monet_like.capture.captured import Captured, distinct_tasks
-from monet_like.cli.group import main
 from monet_like.compiler import pipeline, quick
 from monet_like.compiler.costs import inputs_on, measured_costs, to_profile
 from monet_like.compiler.influence import by_influence
@@ -280,11 +279,9 @@ def test_the_command_line_and_auto_schedule_have_one_store(tmp_path: Path, monke
         "from torch import nn\ndef make(): return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))\n"
     )
     words = ("solve", "net.py:make", "8", "1", "normal", "HIGHS", "--input-shape", "16")
-    first = CliRunner().invoke(main, [*words, "--quick"])
-    assert first.exit_code == 0, first.output
+    first = run_command(*words, "--quick")
     assert "timed quickly at batch 8" in first.stdout and not [*cache_folder().glob("profile_*.json")]
-    done = CliRunner().invoke(main, words)
-    assert done.exit_code == 0, done.output
+    run_command(*words)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
     (store,) = cache_folder().glob("profile_*.json")
     count = len(Profile.load(store).costs)
@@ -293,5 +290,5 @@ def test_the_command_line_and_auto_schedule_have_one_store(tmp_path: Path, monke
     ).record
     assert record is not None
     assert record.note.startswith(f"{count} of {count} operators reused, measured on 20")
-    refused = CliRunner().invoke(main, [*words, "--quick", "--strategy", "ogc"])
-    assert refused.exit_code == 2 and "leave out --quick or --strategy ogc" in refused.stderr
+    refused = run_command(*words, "--quick", "--strategy", "ogc", exit_code=2)
+    assert "leave out --quick or --strategy ogc" in refused.stderr

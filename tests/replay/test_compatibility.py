@@ -7,17 +7,15 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
+from commands import run_command
+from dispatched import Dispatched
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from monet_like.capture.captured import Captured, fake_mode
 from monet_like.capture.lower.step import capture
-from monet_like.cli.group import main
 from monet_like.compiler.pipeline import prepare
 from monet_like.compiler.request import Request
 from monet_like.errors import CaptureError
@@ -208,18 +206,6 @@ def test_attention_dropout_and_layers_are_those_of_cuda() -> None:
     assert real.program.fingerprint == there.program.fingerprint
 
 
-class Dispatched(TorchDispatchMode):
-    """Notes what PyTorch dispatches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operators: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.operators[str(func)] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def test_the_forward_is_what_pytorch_dispatches_on_cuda() -> None:
     """Fake tensors on CUDA run a forward without a GPU (only autograd's engine needs one): its operators are ours."""
     tail = (nn.Dropout(0.3), nn.Linear(9, 9), nn.GELU(), nn.LayerNorm(9), nn.Softmax(-1))
@@ -233,7 +219,7 @@ def test_the_forward_is_what_pytorch_dispatches_on_cuda() -> None:
         x = torch.empty(4, 3, 32, 32, device=CUDA)
         with dispatched:
             torch.func.functional_call(model, moved, (x,))
-    expected = dispatched.operators
+    expected = Counter(dispatched.names)
     assert expected["aten.cudnn_batch_norm.default"]
     views = ("aten.view", "aten.t.", "aten.detach", "aten._unsafe_view", "prim.device", "monet_like.")
     for counted in (found, expected):
@@ -272,8 +258,7 @@ def test_a_plan_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
     )
     model, out = f"{tmp_path / 'net.py'}:net", tmp_path / "plan.json"
     arguments = ["solve", model, "8", "0.05", MODE, "heuristic", "--input-shape", "3,64,64", "--out", str(out)]
-    result = CliRunner().invoke(main, [*arguments, "--device", "cuda", "--profile", "roofline:h100"])
-    assert result.exit_code == 0, result.output
+    run_command(*arguments, "--device", "cuda", "--profile", "roofline:h100")
     record = ScheduleRecord.load(out)
     assert record.device == "roofline:h100"
     assert record.note.startswith("estimated from datasheet rates (NVIDIA H100 SXM datasheet")
@@ -282,8 +267,7 @@ def test_a_plan_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
     model_there = captured(build_model(model).module, 8, 3, 64, 64)
     costs = roofline(model_there, DEVICES["h200"])
     Profile("cuda: NVIDIA H200", costs, "measured at batch 8", {}).save(store)
-    result = CliRunner().invoke(main, [*arguments, "--profile", str(store)])  # measured on a GPU: for one
-    assert result.exit_code == 0, result.output
+    run_command(*arguments, "--profile", str(store))  # measured on a GPU: for one
     record = ScheduleRecord.load(out)
     assert (record.device, record.note) == (
         "cuda: NVIDIA H200",
@@ -291,11 +275,10 @@ def test_a_plan_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
     )
     assert record.fingerprint == model_there.program.fingerprint
     Profile("cuda: NVIDIA H200", dict([*costs.items()][1:]), "", {}).save(store)
-    result = CliRunner().invoke(main, [*arguments, "--device", "cuda", "--profile", str(store)])
-    assert result.exit_code == 2 and "measured on cuda: NVIDIA H200, lacks 2 operators of this model" in result.output
-
-    result = CliRunner().invoke(main, [*arguments, "--device", "cuda"])
-    assert result.exit_code == 2 and "device 'cuda' is not there" in result.output
+    refused = run_command(*arguments, "--device", "cuda", "--profile", str(store), exit_code=2)
+    assert "measured on cuda: NVIDIA H200, lacks 2 operators of this model" in refused.output
+    refused = run_command(*arguments, "--device", "cuda", exit_code=2)
+    assert "device 'cuda' is not there" in refused.output
 
 
 def test_rates_complete_a_profile_that_was_made_of_them() -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import trainers
+from dispatched import Dispatched
 from graph_twin import TwinRecorder, twin_graphs
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from trainers import STEPS, accumulated, called, gradients, images, loss_of, state
 
 import monet_like
@@ -253,13 +253,6 @@ def compared(plain: nn.Module, graphed: nn.Module, numbers: range, *, fewer: boo
         assert all(map(torch.equal, state(plain), state(graphed))), number
 
 
-class Seeing(TorchDispatchMode):
-    """Sees every operator, and changes none."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 def test_calls_that_graphs_do_not_serve_run_without() -> None:
     plain, graphed, _ = pair()
     recorder = TwinRecorder()
@@ -271,7 +264,7 @@ def test_calls_that_graphs_do_not_serve_run_without() -> None:
         compared(plain, graphed, range(3))
         assert (graphs.replayed, graphs.why_not) == (2, "stream, modes or inputs are others")
     recorder.place = "a stream"
-    with Seeing():
+    with Dispatched():
         compared(plain, graphed, range(3))
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         compared(plain, graphed, range(3))

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 import zoo
+from dispatched import Dispatched
 from replays import FULL, LOSS_BYTES, costs_of, replayed, worst
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from training import Outcome, run, twin
 
 from monet_like.capture.captured import Captured
@@ -185,18 +185,6 @@ def test_predicted_peak_is_the_measured_one_for_any_schedule(net: Net) -> None:
         assert abs(measured - predicted) <= 0.002 * predicted, seed
 
 
-class _Called(TorchDispatchMode):
-    """Notes the operators that reach the dispatcher."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def test_bindings_call_the_operators_they_stand_for() -> None:
     """Python functions in the place of overloads: the same overload and arguments, scalars and empty lists too."""
     x, v, image, filters = torch.randn(4, 4), torch.randn(4), torch.randn(1, 2, 5, 5), torch.randn(2, 2, 3, 3)
@@ -243,7 +231,7 @@ def test_bindings_call_the_operators_they_stand_for() -> None:
             for function in (overload(f"aten.{name}"), BINDINGS[f"aten.{name}"]):
                 copies = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
                 torch.manual_seed(0)
-                with _Called() as called:
+                with Dispatched() as called:
                     results.append(function(*copies, **kwargs))
                 assert called.names == [f"aten.{name}"], (name, args)
             for mine, theirs in zip(*map(pytree.tree_leaves, results), strict=True):

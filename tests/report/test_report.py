@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from commands import run_command
 from torch import nn
 
 from monet_like.capture.layers import layers_of, operator_of
 from monet_like.capture.lower.step import capture
-from monet_like.cli.group import main
 from monet_like.compiler.costs import measured_costs
 from monet_like.compiler.request import Request, captured_for
 from monet_like.compiler.sources import Given
@@ -94,12 +93,6 @@ def both(compiled: SolvedPlan, extra_bytes: int = 0) -> tuple[Course, Course]:
     captured, costs = compiled.ready.captured, compiled.ready.costs
     ours = course(captured, captured.program, compiled.record.schedule, costs, extra_bytes)
     return plain_course(captured, costs, extra_bytes), ours
-
-
-def run(*arguments: str, exit_code: int = 0) -> Result:
-    result = CliRunner().invoke(main, arguments)
-    assert result.exit_code == exit_code, (result.output, result.exception)
-    return result
 
 
 # Figures ------------------------------------------------------------------------------------------------------
@@ -336,7 +329,7 @@ def test_pictures_are_there_without_scripts(
 
 @pytest.mark.slow
 def test_the_command_writes_a_page_and_pictures(folder: Path) -> None:
-    result = run("report", "net.json", "--model", MODEL_NAME, "--profile", "costs.json", "--png", "--json")
+    result = run_command("report", "net.json", "--model", MODEL_NAME, "--profile", "costs.json", "--png", "--json")
     told = json.loads(result.stdout)
     record = ScheduleRecord.load(Path("net.json"))
     assert told["schedule"]["peak_bytes"] == record.peak_bytes
@@ -357,7 +350,7 @@ def test_the_command_writes_a_page_and_pictures(folder: Path) -> None:
 
 def test_the_command_for_people(folder: Path) -> None:
     common = ("report", "net.json", "--model", MODEL_NAME, "--profile", "costs.json", "--front", "off", "--live")
-    told = run(*common, "--out", "here/page.html").stdout
+    told = run_command(*common, "--out", "here/page.html").stdout
     lines = told.splitlines()
     assert lines[0].startswith("net.py:make_model, budget ")
     assert [line.split("  ")[0].strip() for line in lines[2:5]] == [
@@ -368,7 +361,7 @@ def test_the_command_for_people(folder: Path) -> None:
 
 
 def test_what_a_file_names_is_not_run_unseen(folder: Path) -> None:
-    result = run("report", "net.json", exit_code=2)
+    result = run_command("report", "net.json", exit_code=2)
     assert result.stderr == (
         "error: the schedule is of 'net.py:make_model', and what a file names is not run unseen; if that is your "
         "model, say so: --model MODEL, such as --model path/to/file.py:make_model\n"
@@ -405,7 +398,7 @@ def test_which_names_are_known(expression: str, known: bool) -> None:
 def test_another_model_is_refused(folder: Path) -> None:
     Path("other.py").write_text(NETWORK.replace("range(4)", "range(3)"))
     common = ("report", "net.json", "--front", "off", "--profile", "roofline:cpu")
-    result = run(*common, "--model", "other.py:make_model", exit_code=2)
+    result = run_command(*common, "--model", "other.py:make_model", exit_code=2)
     assert result.stderr.startswith(
         "error: this schedule does not match the model: it was planned for net.py:make_model"
     )
@@ -414,7 +407,7 @@ def test_another_model_is_refused(folder: Path) -> None:
 
 def test_without_the_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vl_convert", None)
-    result = run("report", "net.json", exit_code=2)
+    result = run_command("report", "net.json", exit_code=2)
     assert result.stderr == "error: a report needs vl-convert-python: pip install 'monet_like[plots]'\n"
 
 
@@ -457,20 +450,20 @@ KEYS = {
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_speaks_to_people_to_programs_and_to_nobody(folder: Path, command: str) -> None:
     Path("tiny.py").write_text(TINY)
-    said = run(command, *COMMANDS[command])
+    said = run_command(command, *COMMANDS[command])
     assert said.stdout and not said.stdout.startswith("{")
     assert command in ("schedule", "largest-batch") or "predicted" in said.stdout  # figures say that they are
     assert "\x1b" not in said.output
     assert said.stderr == ""
-    told = run(command, *COMMANDS[command], "--json")
+    told = run_command(command, *COMMANDS[command], "--json")
     assert json.loads(told.stdout).keys() >= KEYS[command]
     assert told.stdout.count("\n") == 1
-    assert run(command, *COMMANDS[command], "--quiet").output == ""
+    assert run_command(command, *COMMANDS[command], "--quiet").output == ""
 
 
 def test_quiet_commands_still_say_what_is_wrong(folder: Path) -> None:
     Path("tiny.py").write_text(TINY)
-    result = run("solve", NAME, "6", "100B", "normal", "HIGHS", *SMALL, "--quiet", exit_code=2)
+    result = run_command("solve", NAME, "6", "100B", "normal", "HIGHS", *SMALL, "--quiet", exit_code=2)
     assert result.stdout == ""
     assert result.stderr.startswith("error: ")
 
