@@ -449,7 +449,7 @@ def the_schedule(path: Path) -> ScheduleRecord:
 
 
 def nothing_kept(file: ZooFile) -> bool:
-    return not list(cached_path(file).parent.iterdir())
+    return not list(cached_path(file).parent.glob("*"))
 
 
 def test_a_good_file_is_fetched_once(server: Server, file: ZooFile) -> None:
@@ -459,41 +459,40 @@ def test_a_good_file_is_fetched_once(server: Server, file: ZooFile) -> None:
     assert download(file, server.url) == path and server.asked == 1
 
 
-def test_a_file_with_another_hash_is_not_kept(server: Server, file: ZooFile) -> None:
-    server.files[file.path] = bytes(file.bytes)
-    with pytest.raises(ScheduleFileError, match="is not the file that the registry names"):
+#: What becomes of a server, and what is said of it.
+FAULTS: dict[str, tuple[Callable[[Server, ZooFile], Any], str]] = {
+    "another hash": (
+        lambda server, file: server.files.update({file.path: bytes(file.bytes)}),
+        "is not the file that the registry names",
+    ),
+    "truncated": (
+        lambda server, file: server.files.update({file.path: server.files[file.path][:1000]}),
+        r"broke off after \d+ of BYTES bytes .*run again",
+    ),
+    "too large": (
+        lambda server, file: server.files.update({file.path: server.files[file.path] + b"more"}),
+        "is larger than the BYTES bytes",
+    ),
+    "not there": (lambda server, file: server.files.clear(), "cannot be got: status 404 Not Found"),
+    "dies half way": (lambda server, file: server.cuts.append(2048), r"broke off after \d+ of BYTES bytes .*run again"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_a_server_gives_that_is_wrong_is_told_and_not_used(server: Server, file: ZooFile, fault: str) -> None:
+    whole, (spoil, said) = dict(server.files), FAULTS[fault]
+    spoil(server, file)
+    with pytest.raises(ScheduleFileError, match=said.replace("BYTES", str(file.bytes))):
         download(file, server.url)
-    assert nothing_kept(file)
+    assert server.asked == 1 and nothing_kept(file)
+    server.files = whole
+    assert the_schedule(download(file, server.url)) == BIG
 
 
 def test_a_changed_file_in_the_cache_is_fetched_again(server: Server, file: ZooFile) -> None:
     path = download(file, server.url)
     path.write_bytes(b"else")
     assert the_schedule(download(file, server.url)) == BIG
-
-
-def test_a_truncated_file_is_told_and_not_used(server: Server, file: ZooFile) -> None:
-    whole = server.files[file.path]
-    server.files[file.path] = whole[:1000]
-    with pytest.raises(ScheduleFileError, match=rf"broke off after \d+ of {file.bytes} bytes .*run again"):
-        download(file, server.url)
-    assert not cached_path(file).exists()
-    server.files[file.path] = whole
-    assert the_schedule(download(file, server.url)) == BIG
-
-
-def test_a_file_that_is_too_large(server: Server, file: ZooFile) -> None:
-    server.files[file.path] += b"more"
-    with pytest.raises(ScheduleFileError, match=f"is larger than the {file.bytes} bytes"):
-        download(file, server.url)
-    assert not cached_path(file).exists()
-
-
-def test_a_file_that_is_not_there(server: Server, file: ZooFile) -> None:
-    server.files.clear()
-    with pytest.raises(ScheduleFileError, match="cannot be got: status 404 Not Found"):
-        download(file, server.url)
-    assert server.asked == 1 and not cached_path(file).exists()
 
 
 def test_a_server_that_never_ends_is_left(server: Server, file: ZooFile, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -516,14 +515,6 @@ def test_a_server_that_fails_for_a_moment_is_asked_again(server: Server, file: Z
     with pytest.raises(ScheduleFileError, match="cannot be got: status 503"):
         download(file, server.url)
     assert server.asked == 3 + 1 + downloading.RETRIES
-
-
-def test_a_server_that_dies_half_way_is_told(server: Server, file: ZooFile) -> None:
-    server.cuts = [2048]
-    with pytest.raises(ScheduleFileError, match=rf"broke off after \d+ of {file.bytes} bytes .*run again"):
-        download(file, server.url)
-    assert nothing_kept(file)
-    assert the_schedule(download(file, server.url)) == BIG
 
 
 def test_no_server(file: ZooFile, server: Server) -> None:
@@ -582,12 +573,6 @@ def test_list_and_show() -> None:
     assert json.loads(command("show", listed.full_name, "--json").output)["sha256"] == ZOO.file_of(listed).sha256
 
 
-@pytest.mark.slow
-def test_the_command_verifies_every_file() -> None:
-    result = command("verify", "--no-simulate")
-    assert result.exit_code == 0 and f"{len(ZOO.schedules)} schedules: hashes and contents" in result.output
-
-
 def test_a_measured_schedule_is_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (listed,) = (f for f in ZOO.schedules if f.kind == "measured")
     for name in (listed.path, listed.profile_source):
@@ -598,6 +583,8 @@ def test_a_measured_schedule_is_added(tmp_path: Path, monkeypatch: pytest.Monkey
     result = command("add", "resnet50", listed.profile, *files)
     assert result.exit_code == 0, result.output
     assert Registry.load(tmp_path).schedules == (listed,)
+    result = command("verify", "--no-simulate")
+    assert result.exit_code == 0 and "1 schedules: hashes and contents" in result.output
     result = command("add", "resnet50", "h100", *files)
     assert result.exit_code == 2 and "the machine's name 'h100' must be of a-z" in result.output
     result = command("add", "resnet50", listed.profile, str(ROOT / "solutions" / listed.path), files[1])
