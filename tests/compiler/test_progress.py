@@ -57,10 +57,9 @@ def test_one_line_says_what_was_planned_and_where_it_is_kept(
     assert [record.levelname for record in caplog.records if record.name == "monet_like"] == ["INFO", "INFO"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("verbose", [None, False])
-def test_where_nobody_looks_nothing_is_printed(verbose: bool | None, capfd: pytest.CaptureFixture[str]) -> None:
-    monet_like.auto_schedule(net(), torch.randn(8, 32), memory_budget="100%", mode="normal", verbose=verbose)
+def test_where_nobody_looks_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    for verbose in (None, False):
+        monet_like.auto_schedule(net(), torch.randn(8, 32), memory_budget="100%", mode="normal", verbose=verbose)
     assert capfd.readouterr() == ("", "")
 
 

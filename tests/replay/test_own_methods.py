@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from any_schedule import AnySchedule
 from torch import nn
 
 import monet_like
@@ -45,7 +46,7 @@ class Own(nn.Module):
 
 @pytest.fixture
 def wrapped() -> Any:
-    return monet_like.auto_schedule(Own().train(), torch.randn(4, 8), memory_budget="200%", effort="quick")
+    return AnySchedule(Own().train())
 
 
 def test_they_are_the_models(wrapped: Any) -> None:
@@ -74,7 +75,7 @@ def test_those_of_an_instance_count_and_copies_have_theirs(wrapped: Any) -> None
 
 def test_an_lstm_makes_its_list_of_weights_again() -> None:
     net = nn.LSTM(4, 4, batch_first=True).train()
-    wrapped = monet_like.auto_schedule(net, torch.randn(2, 3, 4), memory_budget="200%", effort="quick").double()
+    wrapped = AnySchedule(net).double()
     assert all(mine is own for mine, own in zip(net._flat_weights, net.parameters(), strict=True))
     x = torch.randn(2, 3, 4, dtype=torch.float64)
     assert torch.equal(wrapped(x)[0], net(x)[0])

@@ -107,12 +107,12 @@ class Training:
 
 
 @pytest.mark.slow
-def test_40_steps_with_dropout_amp_and_accumulation() -> None:
+def test_many_steps_with_dropout_amp_and_accumulation() -> None:
     torch.manual_seed(0)
     model = small_resnet()
     plain = Training(copy.deepcopy(model), torch.float16)
     ours = Training(ScheduleWrapper(model, record_of(model, "float16")), torch.float16)
-    losses = [(plain.step(number), ours.step(number)) for number in range(40)]
+    losses = [(plain.step(number), ours.step(number)) for number in range(25)]
     assert [n for n, (one, other) in enumerate(losses) if one != other] == []
     assert sum(one for one, _ in losses[-10:]) < 0.9 * sum(one for one, _ in losses[:10])
     for (name, one), other in zip(plain.model.state_dict().items(), ours.model.state_dict().values(), strict=True):
