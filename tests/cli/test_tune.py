@@ -41,7 +41,7 @@ def test_finds_the_best_batch_and_writes_its_schedule(tmp_path: Path) -> None:
     model.write_text(NETWORK)
     files = ("--csv", str(table), "--plot", str(picture), "--out", str(out))
     arguments = (f"{model}:make_model", "0.018", "--input-shape", "8,16,16", "--profile", "roofline:a100")
-    text = run_command("tune", *arguments, "--best", "2", "--time-limit", "2", *files).output
+    text = run_command("tune", *arguments, "--best", "2", "--time-limit", "1", *files).output
     record = ScheduleRecord.load(out)
     batch = record.inputs[0].shape[0]
     assert f"best: batch {batch}," in text

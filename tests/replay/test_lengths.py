@@ -95,6 +95,7 @@ def test_smaller_inputs_that_need_more_memory_are_refused() -> None:
         wrapped(torch.randn(2, 4, 4))
 
 
+@pytest.mark.slow
 def test_lengths_are_planned_ahead_and_each_batch_follows_the_next_larger_one(caplog: pytest.LogCaptureFixture) -> None:
     plain = Decoder(blocks=2)
     mine = auto_schedule(twin(plain), memory_budget="85%", mode="normal", effort="quick", lengths=[8, 16])

@@ -49,7 +49,7 @@ class Block(nn.Module):
 def small_resnet() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1),
-        *(Block(8) for _ in range(3)),
+        *(Block(8) for _ in range(2)),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
         nn.Linear(8, 4),
