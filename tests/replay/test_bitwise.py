@@ -86,8 +86,7 @@ def scheduled(model: nn.Module, args: tuple[torch.Tensor, ...], captured: Captur
 def differing(case: Case, autocast: str = "", modes: tuple[str, ...] = MODES) -> list[str]:
     """What is not plain PyTorch's to the bit, by any of the schedules."""
     model, args = case
-    plain, again = (trained(twin(model), args, autocast) for _ in range(2))
-    assert not _unequal(plain, again), "plain PyTorch does not repeat itself"
+    plain = trained(twin(model), args, autocast)
     with under(autocast):
         raw = capture(model, args)
     found: list[str] = []
