@@ -3,8 +3,9 @@
 A frozen weight is only read, so it travels one way: to the device before the block's forward, and again before its
 backward. On the device there is one ring of slots of one size, allocated once; a slot holds the weights of one block.
 While a block runs, those of the next blocks are copied by a stream of its own. On CUDA the host's memory is pinned, and
-two kinds of events keep order: a block waits until its copy has ended (`_Slot.filled`), and a copy waits until the
-block whose slot it takes has been computed (`_Slot.read`). On a CPU both memories are the host's; copies are made, too.
+two kinds of events keep order: a block waits until its copy has ended (`_Slot.filled`), and a copy waits until each
+stream has computed the block whose slot it takes (`_Slot.read`). On a CPU both memories are the host's; copies are
+made, too.
 
 The model's tensors stay the same objects: their ``data`` is a slot while their block runs, and else the host's memory.
 So ``state_dict``, ``save_pretrained`` and ``load_state_dict`` see the host's. What autograd's graph holds of these
@@ -50,7 +51,8 @@ class _Slot:
         places: for the weights of each block; made with the slot, because PyTorch's sanitizer of streams takes it for
             writing when a tensor is made in given memory.
         versions: of the block's tensors when they were copied.
-        filled, read: events: the copy has ended; the block has been computed.
+        filled: an event: the copy has ended.
+        read: by stream, an event: it has computed the block for the last time.
     """
 
     bytes: Tensor
@@ -58,7 +60,7 @@ class _Slot:
     places: dict[int, list[Place]] = field(default_factory=dict)
     versions: tuple[int, ...] = ()
     filled: Any = None
-    read: Any = None
+    read: dict[Any, Any] = field(default_factory=dict)
 
 
 class WeightStream:
@@ -148,8 +150,11 @@ class WeightStream:
             _homes[tensor] = self.device
         return place
 
-    def _event(self) -> Any:
-        return None if self._copies is None else torch.cuda.current_stream(self.device).record_event()
+    def _read(self, slot: _Slot) -> None:
+        """Have the next copy into a slot wait for what the present stream was given to compute."""
+        if self._copies is not None:
+            stream = torch.cuda.current_stream(self.device)
+            slot.read[stream] = stream.record_event()
 
     # ---- a block runs ----
 
@@ -169,6 +174,8 @@ class WeightStream:
                 with quietly():
                     slot = self._come(block, stage, trains)
                     self.switch(block, self._host[block], slot.places[block])
+            if self._copies is not None:  # each call on its own stream
+                torch.cuda.current_stream(self.device).wait_event(slot.filled)
             self.running[block] = slot, calls + 1
         try:
             yield
@@ -180,9 +187,10 @@ class WeightStream:
                 elif block in self.weights:  # or else they were released meanwhile
                     with quietly():
                         self._go(block, slot)
+                self._read(slot)
 
     def _come(self, block: int, stage: Stage, trains: bool) -> _Slot:
-        """The slot with a block's weights, for which the device waits; those of later blocks are on their way."""
+        """The slot that a block's weights come to; those of later blocks are on their way, too."""
         if self._advance(block, stage, trains):  # what wrote through ``.data`` since has left no trace
             self._forget()
         slot = self._slot_of(block)
@@ -192,8 +200,6 @@ class WeightStream:
         for distance in range(1, self.ahead + 1):
             self._prefetch(distance, trains)
         del self.running[block]
-        if self._copies is not None:
-            torch.cuda.current_stream(self.device).wait_event(slot.filled)
         return slot
 
     def _go(self, block: int, slot: _Slot) -> None:
@@ -202,7 +208,6 @@ class WeightStream:
             for host, place in zip(self._host[block], slot.places[block], strict=True):
                 host.whole.copy_(place.whole)
             slot.versions = versions
-        slot.read = self._event()
         self.switch(block, slot.places[block], self._host[block])
         self._take_over(block)
 
@@ -256,7 +261,9 @@ class WeightStream:
         slot.block, slot.versions = block, self.versions(block)
         with nullcontext() if self._copies is None else torch.cuda.stream(self._copies):
             if self._copies is not None:
-                self._copies.wait_event(slot.read)
+                for event in slot.read.values():
+                    self._copies.wait_event(event)
+                slot.read.clear()
             for host, place in zip(self._host[block], slot.places[block], strict=True):
                 place.whole.copy_(host.whole, non_blocking=True)
             slot.filled = None if self._copies is None else self._copies.record_event()
@@ -271,7 +278,7 @@ class WeightStream:
                 storage: Any = torch._C._construct_storage_from_data_pointer(start, self.device, weight.bytes)
                 slot.places[block].append(placed(host.tensors, storage))
                 start += aligned(weight.bytes)
-        slot.read = self._event()
+        self._read(slot)
         return slot
 
     def _place(self, block: int) -> _Slot:
@@ -358,7 +365,8 @@ class WeightStream:
             self.weights[block] = [self.weights[block][place] for place in kept]
             for slot in self._slots:
                 if slot.block == block:
-                    slot.block, slot.read = None, self._event()  # it was read just now, if the block runs
+                    slot.block = None
+                    self._read(slot)  # just now, if the block runs
                 slot.places[block] = [slot.places[block][place] for place in kept]
             if not kept:
                 del self.weights[block], self._host[block]

@@ -54,7 +54,7 @@ def no_wait(self: WeightStream) -> None:
     fill = self._fill
 
     def without_event(slot: Any, block: int) -> Any:
-        before = self._event()
+        before = torch.cuda.current_stream(CUDA).record_event()
         fill(slot, block).filled = before
         return slot
 
@@ -65,19 +65,19 @@ def too_early(of: int) -> Callable[[WeightStream], None]:
     """The fault: the slot of a block is given to another one when the block begins."""
 
     def plant(self: WeightStream) -> None:
-        come, go, began = self._come, self._go, {}
+        come, read, began = self._come, self._read, {}
 
         def noted(block: int, *what: Any) -> Any:
             slot = come(block, *what)
-            began[block] = self._event()
+            began[id(slot)] = torch.cuda.current_stream(CUDA).record_event()
             return slot
 
-        def early(block: int, slot: Any) -> None:
-            go(block, slot)
-            if block == of:
-                slot.read = began[block]
+        def early(slot: Any) -> None:
+            read(slot)
+            if slot.block == of:
+                slot.read[torch.cuda.current_stream(CUDA)] = began[id(slot)]
 
-        self._come, self._go = noted, early  # type: ignore[method-assign]
+        self._come, self._read = noted, early  # type: ignore[method-assign]
 
     return plant
 
@@ -101,6 +101,46 @@ def races(fault: str) -> dict[str, Any]:
         with torch.no_grad():
             model.eval()(x)
     return {"races": len(found), "in training": in_training, "first": found[0][:500] if found else ""}
+
+
+def two_streams(fault: str) -> dict[str, Any]:
+    """Two calls of a block at once, each on a stream of its own, and then calls that take its place.
+
+    Args:
+        fault: ``no wait``: the second does not wait for the copy; ``forgotten``: nobody waits for the second;
+            or ``none``.
+    """
+    model, x = adapted_decoder().to(CUDA), tokens(4, 8).to(CUDA)
+    made = stream(monet_like.auto_schedule(model, x, memory_budget="100%", **OPTIONS))
+    other, read, wait = torch.cuda.Stream(CUDA), made._read, torch.cuda.Stream.wait_event
+
+    def compute() -> None:
+        for weight in made.weights[0]:
+            weight.tensors[0].sum()
+
+    def forgetting(slot: Any) -> None:
+        if fault != "forgotten" or torch.cuda.current_stream(CUDA) != other:
+            read(slot)
+
+    def may_wait(at: Any, event: Any) -> None:
+        if fault != "no wait" or at != other:
+            wait(at, event)
+
+    made._read = forgetting  # type: ignore[method-assign]
+    torch.cuda.Stream.wait_event = may_wait  # type: ignore[method-assign]
+    with watched() as found:
+        with made.there(0, "forward"):
+            with torch.cuda.stream(other):
+                second = made.there(0, "forward")
+                second.__enter__()
+                compute()
+            compute()
+        with torch.cuda.stream(other):
+            second.__exit__(None, None, None)
+        for block in (1, 2, 3):
+            with made.there(block, "forward"):
+                pass
+    return {"races": len(found), "first": found[0][:500] if found else ""}
 
 
 def weights(share: str) -> dict[str, Any]:

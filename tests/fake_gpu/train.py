@@ -758,9 +758,9 @@ WHAT = {
     for what in (
         train, in_channels_last, whole, rehearsals, two_devices, offload, reserve, placed, distributed, workspaces,
         placed_loss, timed, by_rates, attention, saved, copies, live, out_of_memory, out_of_memory_in_blocks, card,
-        moved, several_devices, cublas, streamed.races, streamed.weights, streamed.larger, streamed.no_room,
-        streamed.replicated, streamed.offloaded, streamed.offloading_blocks, convolutions.cudnn_calls, offloads,
-        graphed, capture_fails,
+        moved, several_devices, cublas, streamed.races, streamed.two_streams, streamed.weights, streamed.larger,
+        streamed.no_room, streamed.replicated, streamed.offloaded, streamed.offloading_blocks, convolutions.cudnn_calls,
+        offloads, graphed, capture_fails,
     )
 }  # fmt: skip
 

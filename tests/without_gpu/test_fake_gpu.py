@@ -365,6 +365,13 @@ def test_streamed_weights_have_no_race_and_faults_are_found(ask: Ask) -> None:
 
 
 @pytest.mark.slow
+def test_two_streams_share_streamed_weights_without_a_race(ask: Ask) -> None:
+    none, *found = (ask(f"two_streams:{fault}", **SMALL_WORKSPACES)[0] for fault in ("none", "no wait", "forgotten"))
+    assert none["races"] == 0, none["first"]
+    assert all(each["races"] for each in found), found
+
+
+@pytest.mark.slow
 def test_offloaded_activations_have_no_race_and_faults_are_found(ask: Ask) -> None:
     faults = ("no wait", *(f"{way} {place}" for way in ("out", "back") for place in ("first", "last")))
     none, *found = (ask(f"offloaded:{fault}", **SMALL_WORKSPACES)[0] for fault in ("none", *faults))
