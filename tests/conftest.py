@@ -39,6 +39,7 @@ LONGEST = ("without_gpu", "zoo")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="also run the tests that are marked slow")
+    parser.addoption("--each", type=int, default=1, metavar="N", help="of the cases of each test run each Nth alone")
 
 
 def _asks_for_rare(config: pytest.Config) -> bool:
@@ -55,7 +56,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     ``@pytest.mark.slow(but=["tied"])`` marks all cases of a test but these; ``slow(every=10)`` all but each tenth.
     For ``-m``, ``slow(rare=["tied"])`` leaves these cases out, ``slow(rare=3)`` all but each third, ``slow(rare=1)``
-    all. The folders with the longest tests come first, so that no process is left alone with one at the end.
+    all. Of what is left ``--each 3`` takes the first case of each test, the fourth, and so on. The folders with the
+    longest tests come first, so that no process is left alone with one at the end.
     """
     items.sort(key=lambda item: item.path.parent.name not in LONGEST)
     seen: Counter[str] = Counter()
@@ -65,9 +67,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         slow = item.get_closest_marker("slow")
         if slow is None or not isinstance(item, pytest.Function):
             continue
-        name = item.nodeid.partition("[")[0]
-        case = seen[name]
-        seen[name] += 1
+        case = _place(item, seen)
         name = item.callspec.id if hasattr(item, "callspec") else ""
         if name in slow.kwargs.get("but", ()) or ("every" in slow.kwargs and case % slow.kwargs["every"] == 0):
             item.own_markers.remove(slow)
@@ -75,12 +75,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         of = slow.kwargs.get("rare", ())
         if name in of if not isinstance(of, int) else of == 1 or case % of:
             rare.add(item)
-    if _asks_for_rare(config):
-        return
     left_out = [item for item in items if item in rare or (not slow_too and item.get_closest_marker("slow"))]
+    left = set() if _asks_for_rare(config) else set(left_out)
+    seen.clear()
+    left_out = [item for item in items if item in left or _place(item, seen) % config.option.each]
     config.hook.pytest_deselected(items=left_out)
     left = set(left_out)
     items[:] = [item for item in items if item not in left]
+
+
+def _place(item: pytest.Item, seen: Counter[str]) -> int:
+    """Which case of its test it is; the next one is the next."""
+    name = item.nodeid.partition("[")[0]
+    seen[name] += 1
+    return seen[name] - 1
 
 
 def pytest_collection_finish() -> None:

@@ -36,8 +36,8 @@ def test_quick(): ...
 #: Each call prints the collected tests, then the line "end".
 CALLS = """
 import pytest
-for arguments in (["test_it.py"], ["test_it.py", "--all"], ["test_it.py", "-m", "slow"], ["test_it.py::test_rare"]):
-    pytest.main(["-n0", "--co", "-p", "no:cacheprovider", "--strict-markers", *arguments])
+for which in ("", " --all", " -m slow", "::test_rare", " --each 2", " --all --each 3"):
+    pytest.main(["-n0", "--co", "-p", "no:cacheprovider", "--strict-markers", *f"test_it.py{which}".split()])
     print("end")
 """
 
@@ -51,14 +51,18 @@ def test_slow_tests_run_where_they_are_asked_for(tmp_path: Path) -> None:
     (tmp_path / "tests").mkdir()
     (tmp_path / "test_it.py").write_text(TESTS)
     done = subprocess.run([sys.executable, "-c", CALLS], cwd=tmp_path, capture_output=True, text=True)
-    outputs = done.stdout.split("end\n")[:4]
+    outputs = done.stdout.split("end\n")[:-1]
     found = [sorted(line.split("::")[1] for line in o.splitlines() if line.startswith("test_it.py::")) for o in outputs]
     quick = ["test_but[two]", "test_every[0]", "test_every[3]", "test_every[6]", "test_named[one]", "test_quick"]
     slow = ["test_but[one]", "test_every[1]", "test_every[2]", "test_every[4]", "test_every[5]", "test_named[three]"]
     slow += ["test_second[0]", "test_second[2]", "test_slow"]
     rare = ["test_named[two]", "test_rare", "test_second[1]"]
-    assert found == [quick, sorted(quick + slow + rare), slow, ["test_rare"]], done.stderr[-2000:]
-    assert ["left out" in output for output in outputs] == [True, False, True, False]
+    halved = ["test_but[two]", "test_every[0]", "test_every[6]", "test_named[one]", "test_quick"]
+    thirds = ["test_but[one]", "test_every[0]", "test_every[3]", "test_every[6]", "test_named[one]", "test_quick"]
+    thirds += ["test_rare", "test_second[0]", "test_slow"]
+    expected = [quick, sorted(quick + slow + rare), slow, ["test_rare"], halved, thirds]
+    assert found == expected, done.stderr[-2000:]
+    assert ["left out" in output for output in outputs] == [True, False, True, False, True, False]
 
 
 @pytest.mark.slow(full=True)
