@@ -1,8 +1,8 @@
 """What Inductor launches on a GPU, counted on the fake one.
 
-``python lowered.py NAME:SHARE...`` prints a line of JSON for each: a layer of `layers.LAYERS` or of `SMALL` under
-``torch.compile`` with this ``activation_memory_budget``. ``NAME:peak of SHARE`` is the layer under `compile_options`
-within the peak of the allocator that a line before had for this share, and ``NAME:0.8 of SHARE`` within 80 % of it.
+`compiled` answers ``NAME:SHARE`` about a layer of `layers.LAYERS` or of `SMALL` under ``torch.compile`` with this
+``activation_memory_budget``. ``NAME:peak of SHARE`` is the layer under `compile_options` within the peak of the
+allocator that an answer before had for this share, and ``NAME:0.8 of SHARE`` within 80 % of it.
 ``NAME:file of SHARE`` is what a file has of a plan within that peak.
 ``NAME:alone of SHARE`` has plans alone, nothing of PyTorch's own beside them.
 ``NAME:unfused of SHARE``, ``failing`` and ``swollen`` break fusion in plans, and Inductor's code for them.
@@ -14,9 +14,6 @@ Inductor writes runs, with its buffers and with PyTorch's own operators, and the
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -42,6 +39,7 @@ from monet_like.inductor.planned_graph import PlannedGraph
 from monet_like.inductor.portfolio import Way, judged
 from monet_like.ir.program import Cost
 from monet_like.ir.simulate import simulate
+from monet_like.plan.local_search import searcher
 from monet_like.profile.rates import limits_like
 
 
@@ -282,21 +280,24 @@ def swollen() -> contextlib.AbstractContextManager[Any]:
 #: What is left out or broken, by the word that asks for it.
 BROKEN = {"alone": alone, "unfused": unfused, "failing": failing, "swollen": swollen}
 
-if __name__ == "__main__":
-    peaks: dict[str, int] = {}
-    for asked in sys.argv[1:]:
-        name, what = asked.split(":")
-        within, _, share = what.rpartition(" of ")
+#: The allocator's peaks so far, by what was asked.
+_peaks: dict[str, int] = {}
+#: Schedules that a user's plan searches.
+_EVALUATIONS = searcher.EVALUATIONS
+
+
+def compiled(asked: str) -> dict[str, Any]:
+    """A step of a layer, counted: see above."""
+    name, what = asked.split(":")
+    within, _, share = what.rpartition(" of ")
+    if not within:
+        found = asdict(count(*on_gpu(name), activation_memory_budget=float(share)))
+        _peaks[asked] = found["peak_bytes"]
+        return found
+    budget = _peaks[f"{name}:{share}"]
+    with mock.patch.object(searcher, "EVALUATIONS", _EVALUATIONS):
         if within == "file":
-            told = filed(*on_gpu(name), peaks[f"{name}:{share}"])
-        elif within:
-            budget = peaks[f"{name}:{share}"]
-            share_of_it = 1.0 if within in ("peak", *BROKEN) else float(within)
-            with BROKEN.get(within, contextlib.nullcontext)():
-                told = planned(*on_gpu(name), int(share_of_it * budget))
-        else:
-            told = asdict(count(*on_gpu(name), activation_memory_budget=float(share)))
-            peaks[asked] = told["peak_bytes"]
-        print(json.dumps(told), flush=True)
-    sys.stderr.flush()
-    os._exit(0)  # threads of Inductor and autograd may want the interpreter while it ends, and then abort the process
+            return filed(*on_gpu(name), budget)
+        share_of_it = 1.0 if within in ("peak", *BROKEN) else float(within)
+        with BROKEN.get(within, contextlib.nullcontext)():
+            return planned(*on_gpu(name), int(share_of_it * budget))

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import convolutions
+import lowered
 import streamed
 import torch
 import torchvision
@@ -760,7 +761,7 @@ WHAT = {
         placed_loss, timed, by_rates, attention, saved, copies, live, out_of_memory, out_of_memory_in_blocks, card,
         moved, several_devices, cublas, streamed.races, streamed.two_streams, streamed.weights, streamed.larger,
         streamed.no_room, streamed.replicated, streamed.offloaded, streamed.offloading_blocks, convolutions.cudnn_calls,
-        offloads, graphed, capture_fails,
+        offloads, graphed, capture_fails, lowered.compiled,
     )
 }  # fmt: skip
 

@@ -17,6 +17,7 @@ from monet_like.auto.promise import BlockPlan
 from monet_like.capture.precision import autocast_as
 from monet_like.compiler import quick
 from monet_like.plan.bound import prices as block_bound
+from monet_like.plan.ilp import lowest_peak
 from monet_like.plan.step import menus as block_points
 from monet_like.profile.measure import allocated_peak, have_workspaces
 from monet_like.replay.verify.steps import resident_bytes
@@ -157,6 +158,7 @@ def plan_briefly(replace: Callable[[Any, str, Any], None] = setattr) -> None:
     replace(block_points, "CARRIED_SHARES", CARRIED_SHARES)  # counts, so that a slow machine makes the same menus
     for name, count in (("ROUNDS", 3), ("PARTS", 2)):
         replace(block_bound, name, count)
+    replace(lowest_peak, "MOST_COLUMNS", 500)  # of larger programs it takes seconds to find the lowest peak
     for module, name in ((block_menus, "QUICK_SECONDS"), (block_plan, "QUICK_BOUND_SECONDS")):
         replace(module, name, 600.0)
     be_brief(replace)

@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from fake_gpu import build
+from fake_gpu.server import Ask
 
 from monet_like.torch_versions import release
 
-Counts = dict[str, Any]
+Lowered = Callable[..., list[dict[str, Any]]]
 
 pytestmark = pytest.mark.skipif(bool(build.missing()), reason=build.missing() or "there is a fake GPU")
 
 
-def lowered(library: Path, *what: str) -> list[Counts]:
-    """Answers of ``fake_gpu/lowered.py``."""
-    command = [sys.executable, str(build.HERE / "lowered.py"), *what]
-    done = build.run(library, command, CUBLAS_WORKSPACE_CONFIG=":16:8", TORCHINDUCTOR_COMPILE_THREADS="1")
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+@pytest.fixture
+def lowered(ask: Ask) -> Lowered:
+    """Answers of `fake_gpu.lowered.compiled`."""
+    return lambda *what: ask(*(f"compiled:{each}" for each in what), CUBLAS_WORKSPACE_CONFIG=":16:8")
 
 
 @pytest.mark.slow
-def test_kernels_of_a_gated_product_by_hand(fake_gpu_library: Path) -> None:
+def test_kernels_of_a_gated_product_by_hand(lowered: Lowered) -> None:
     """Forward: a kernel reads the two products and writes the third one's argument. Backward: a kernel reads both and
     the gradient, and writes two gradients, the first one over what it read.
     """
     tensor = 1024 * 256 * 4
-    (found,) = lowered(fake_gpu_library, "gated:1.0")
+    (found,) = lowered("gated:1.0")
     assert (found["kernels"], found["moved_bytes"]) == (2, (3 + 5) * tensor)
     assert found["calls"] == 3 + 4  # the input wants no gradient: of six products in the backward, it needs four
     assert found["saved_bytes"] == 3 * tensor
@@ -44,8 +41,8 @@ DECODER = {"llama": (30, 17, 2242), "llama with LoRA": (65, 18, 4907)}
 
 @pytest.mark.slow
 @pytest.mark.skipif(release() != (2, 14), reason="each version of Inductor fuses a little differently")
-def test_kernels_of_a_decoder_layer(fake_gpu_library: Path) -> None:
-    counted = lowered(fake_gpu_library, *(f"{name}:1.0" for name in DECODER))
+def test_kernels_of_a_decoder_layer(lowered: Lowered) -> None:
+    counted = lowered(*(f"{name}:1.0" for name in DECODER))
     found = [(c["calls"], c["kernels"], round(c["moved_bytes"] / 1e6)) for c in counted]
     assert found == list(DECODER.values())
 
@@ -57,11 +54,9 @@ SHARES = (1.0, 0.5, 0.2)
 @pytest.mark.slow(rare=["llama with LoRA-0.5", "gpt2-0.5", "gpt2-0.2"])
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("name", ["llama with LoRA", "gpt2"])
-def test_a_plan_moves_no_more_than_torch_compile_within_its_peak(
-    fake_gpu_library: Path, name: str, share: float
-) -> None:
+def test_a_plan_moves_no_more_than_torch_compile_within_its_peak(lowered: Lowered, name: str, share: float) -> None:
     """At the allocator's peak of ``torch.compile`` under each budget of its own."""
-    compiled, planned = lowered(fake_gpu_library, f"{name}:{share}", f"{name}:peak of {share}")
+    compiled, planned = lowered(f"{name}:{share}", f"{name}:peak of {share}")
     assert planned["predicted_bytes"] == planned["peak_bytes"]
     assert [planned["kernels"], planned["moved_bytes"]] in planned["judged"][str(planned["share"])]
     assert planned["peak_bytes"] <= planned["budget_bytes"] == compiled["peak_bytes"]
@@ -70,21 +65,21 @@ def test_a_plan_moves_no_more_than_torch_compile_within_its_peak(
 
 
 @pytest.mark.slow
-def test_plans_go_on_below_the_least_peak_of_torch_compile(fake_gpu_library: Path) -> None:
+def test_plans_go_on_below_the_least_peak_of_torch_compile(lowered: Lowered) -> None:
     shares = ["0.5", "peak of 0.5", "0.92 of 0.5", "0.85 of 0.5"]
-    _, *found = lowered(fake_gpu_library, *(f"gpt2:{share}" for share in shares))
+    _, *found = lowered(*(f"gpt2:{share}" for share in shares))
     assert [planned["seconds"] for planned in found] == sorted(planned["seconds"] for planned in found)
     assert all(planned["peak_bytes"] <= planned["budget_bytes"] for planned in found), found
     assert found[0]["share"] == 0.5 and found[-1]["share"] is None
 
 
 @pytest.mark.slow
-def test_memory_that_fusion_saves_is_planned_with(fake_gpu_library: Path) -> None:
+def test_memory_that_fusion_saves_is_planned_with(lowered: Lowered) -> None:
     """What dies within a fused kernel of the decoder layer needs no memory: nothing must run again for it. Where the
     attention runs again, Inductor lays out its result in another way than the graph says, and its backward copies that.
     """
     asked = [f"llama:{what}" for what in ("1.0", "alone of 1.0", "0.95 of 1.0")]
-    compiled, planned, tight = lowered(fake_gpu_library, *asked)
+    compiled, planned, tight = lowered(*asked)
     assert planned["moved_bytes"] <= compiled["moved_bytes"] and planned["calls"] == compiled["calls"]
     assert planned["peak_bytes"] == planned["predicted_bytes"] <= planned["budget_bytes"]
     assert tight["calls"] > compiled["calls"] and tight["share"] is None
@@ -92,15 +87,15 @@ def test_memory_that_fusion_saves_is_planned_with(fake_gpu_library: Path) -> Non
 
 
 @pytest.mark.slow
-def test_lost_fusion_is_seen(fake_gpu_library: Path) -> None:
-    compiled, planned = lowered(fake_gpu_library, "gated:1.0", "gated:unfused of 1.0")
+def test_lost_fusion_is_seen(lowered: Lowered) -> None:
+    compiled, planned = lowered("gated:1.0", "gated:unfused of 1.0")
     assert planned["moved_bytes"] > compiled["moved_bytes"] and planned["kernels"] > compiled["kernels"]
     assert planned["predicted_bytes"] == planned["peak_bytes"] == planned["budget_bytes"]
 
 
 @pytest.mark.slow
-def test_a_plan_stands_where_inductor_cannot_write_code_in_advance(fake_gpu_library: Path) -> None:
-    compiled, planned = lowered(fake_gpu_library, "gated:1.0", "gated:failing of 1.0")
+def test_a_plan_stands_where_inductor_cannot_write_code_in_advance(lowered: Lowered) -> None:
+    compiled, planned = lowered("gated:1.0", "gated:failing of 1.0")
     assert planned["judged"] == {} and planned["share"] is None
     assert planned["said"] == [
         "the plan is not compared with torch.compile's own partitions, because Inductor could not write their code: "
@@ -110,21 +105,21 @@ def test_a_plan_stands_where_inductor_cannot_write_code_in_advance(fake_gpu_libr
 
 
 @pytest.mark.slow
-def test_what_fits_is_taken_where_the_plan_does_not_fit_as_inductor_writes_it(fake_gpu_library: Path) -> None:
-    _, planned = lowered(fake_gpu_library, "gated:1.0", "gated:swollen of 1.0")
+def test_what_fits_is_taken_where_the_plan_does_not_fit_as_inductor_writes_it(lowered: Lowered) -> None:
+    _, planned = lowered("gated:1.0", "gated:swollen of 1.0")
     assert planned["share"] is not None
     assert planned["peak_bytes"] == planned["predicted_bytes"] <= planned["budget_bytes"]
 
 
 @pytest.mark.slow
-def test_a_file_has_the_peak_of_the_schedule_in_it(fake_gpu_library: Path) -> None:
-    _, found = lowered(fake_gpu_library, "gated:1.0", "gated:file of 1.0")
+def test_a_file_has_the_peak_of_the_schedule_in_it(lowered: Lowered) -> None:
+    _, found = lowered("gated:1.0", "gated:file of 1.0")
     assert found["peak_bytes"] == found["needed_bytes"]
 
 
 @pytest.mark.slow
-def test_convolutions_that_inductor_turns_to_channels_last_are_rehearsed_so(fake_gpu_library: Path) -> None:
+def test_convolutions_that_inductor_turns_to_channels_last_are_rehearsed_so(lowered: Lowered) -> None:
     """The backward is given what is saved in the layouts that the forward makes, not in those of the graph."""
-    compiled, planned = lowered(fake_gpu_library, "convolved:1.0", "convolved:peak of 1.0")
+    compiled, planned = lowered("convolved:1.0", "convolved:peak of 1.0")
     assert planned["judged"]["1.0"] == [[compiled["kernels"], compiled["moved_bytes"]]]
     assert [planned["kernels"], planned["moved_bytes"]] in planned["judged"][str(planned["share"])]
