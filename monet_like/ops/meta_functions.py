@@ -104,6 +104,20 @@ def _lstsq(x: Tensor, other: Tensor, rcond: float | None = None, *, driver: str 
     return tuple(x.new_empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in results)
 
 
+def _fake_quantized(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    """The result, and which elements are in the range."""
+    return torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
+
+
+def _learned_fake_quantized(x: Tensor, *_: Any, **__: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _learned_fake_quantized_backward(grad: Tensor, x: Tensor, scale: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+    """Gradients of the input, of the scale and of the zero point."""
+    return torch.empty_like(x), *(scale.new_empty(scale.numel()) for _ in range(2))
+
+
 def group_norm_layout(x: Tensor) -> torch.memory_format:
     """That of group norm's result, and of the gradient of its input ``x``.
 
@@ -116,7 +130,7 @@ def group_norm_layout(x: Tensor) -> torch.memory_format:
 @cache
 def register() -> None:
     """Register, once, results of Gamma and Dirichlet samplers, CTC loss, margin losses, fractional
-    pooling in 3-D, group norm, products of groups, a GRU's cell on a GPU, and least squares."""
+    pooling in 3-D, group norm, products of groups, a GRU's cell on a GPU, least squares, and fake quantisation."""
     for name in ("_standard_gamma", "_standard_gamma_grad", "_sample_dirichlet", "_dirichlet_grad"):
         torch.library.register_fake(f"aten::{name}", _row_major, allow_override=True)
     torch.library.register_fake("aten::_ctc_loss", _ctc_loss, allow_override=True)
@@ -129,6 +143,14 @@ def register() -> None:
     torch.library.register_fake("aten::_thnn_fused_gru_cell_backward", _gru_cell_backward, allow_override=True)
     torch.library.register_fake("aten::native_group_norm", _group_norm, allow_override=True)
     torch.library.register_fake("aten::linalg_lstsq", _lstsq, allow_override=True)
+    for name in (
+        "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams",
+        "fake_quantize_per_channel_affine_cachemask",
+    ):
+        torch.library.register_fake(f"aten::{name}", _fake_quantized, allow_override=True)
+    for name in ("_fake_quantize_learnable_per_tensor_affine", "_fake_quantize_learnable_per_channel_affine"):
+        torch.library.register_fake(f"aten::{name}", _learned_fake_quantized, allow_override=True)
+        torch.library.register_fake(f"aten::{name}_backward", _learned_fake_quantized_backward, allow_override=True)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -223,6 +224,27 @@ def test_products_of_groups_are_counted() -> None:
     captured = capture(Experts(), (torch.rand(10, 16, requires_grad=True), torch.randint(0, 3, (10,))))
     counted = [count for task in captured.every_task() if (count := flops(captured, task))]
     assert counted == [2 * 10 * 16 * 24] * 3
+
+
+@pytest.mark.parametrize("lies", [(60, 20, 5, 1), (60, 1, 15, 3), (120, 40, 10, 2)], ids=str)
+def test_fake_quantisation_is_laid_out_as_the_operators_do(lies: tuple[int, ...]) -> None:
+    """With given and with learned scales, one for all or one for each channel."""
+    register()
+    x = torch.rand(240).as_strided((2, 3, 4, 5), lies)
+    one, each, on = torch.ones(1), torch.ones(3), torch.ones(1, dtype=torch.long)
+    calls: list[tuple[Any, tuple[Any, ...]]] = [
+        (aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams, (x, one, one.int(), on, 0, 255)),
+        (aten.fake_quantize_per_channel_affine_cachemask, (x, each, each.int(), 1, 0, 255)),
+        (aten._fake_quantize_learnable_per_tensor_affine, (x, one, one, 0, 255)),
+        (aten._fake_quantize_learnable_per_tensor_affine_backward, (x, x, one, one, 0, 255)),
+        (aten._fake_quantize_learnable_per_channel_affine, (x, each, each, 1, 0, 255)),
+        (aten._fake_quantize_learnable_per_channel_affine_backward, (x, x, each, each, 1, 0, 255)),
+    ]
+    for op, args in calls:
+        with FakeTensorMode(allow_fallback_kernels=False) as fake:
+            told = op(*(fake.from_tensor(a) if isinstance(a, Tensor) else a for a in args))
+        every = zip(*(r if isinstance(r, tuple) else (r,) for r in (told, op(*args))), strict=True)
+        assert all((t.shape, t.stride(), t.dtype) == (r.shape, r.stride(), r.dtype) for t, r in every), op
 
 
 @pytest.mark.parametrize("has_bias", [False, True])

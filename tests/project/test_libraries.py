@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.ao.quantization as quantization
 import torch.utils._pytree as pytree
 from any_schedule import AnySchedule, assert_as_plain
 from torch import nn
@@ -99,6 +100,42 @@ def test_batches_of_graphs() -> None:
     trains(
         Pooled, lambda net, k: net(data.Batch.from_data_list([graph(k), graph(k + 3), graph(k + 6)])).square().mean()
     )
+
+
+# Quantisation-aware training ------------------------------------------------------------------------------------------
+
+
+def quantised(version: int) -> nn.Module:
+    """PyTorch's own: observers and fake quantisation in one operator, or in two modules, whose weights have a scale for
+    each channel."""
+    found = nn.Sequential(
+        quantization.QuantStub(), nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)
+    ).train()
+    found.qconfig = quantization.get_default_qat_qconfig("fbgemm", version=version)
+    found = quantization.fuse_modules_qat(found, [["1", "2", "3"]])
+    return quantization.prepare_qat(found)
+
+
+@pytest.mark.parametrize("version", [0, 1])
+def test_fake_quantisation(version: int) -> None:
+    """From the second call on observers are off."""
+
+    def made() -> nn.Module:
+        model = quantised(version)
+        model(torch.randn(2, 3, 6, 6))  # observers give their buffers a size
+        return model
+
+    def loss(net: nn.Module, number: int) -> torch.Tensor:
+        if number == 2:
+            net.apply(quantization.disable_observer)
+        return net(torch.randn(2, 3, 6, 6)).square().mean()
+
+    trains(made, loss, captures=2 - version)
+
+
+def test_observers_that_have_seen_nothing_are_refused_with_what_to_do() -> None:
+    with pytest.raises(CaptureError, match=r"it resizes a tensor, as observers .*call the model once before"):
+        capture(quantised(0), (torch.randn(2, 3, 6, 6),))
 
 
 # Speech --------------------------------------------------------------------------------------------------------------

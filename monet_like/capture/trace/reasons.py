@@ -7,7 +7,7 @@ import traceback
 
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-#: Advice for operators whose results have sizes that depend on values.
+#: Advice by what the error says: operators whose results have sizes that depend on values, and sizes that change.
 _ADVICE = {
     "aten._ctc_loss": (
         "CTC loss with lengths in tensors needs memory that depends on their values; give the lengths as lists of "
@@ -16,6 +16,10 @@ _ADVICE = {
     "aten._pack_padded_sequence": (
         "pack_padded_sequence makes a tensor whose size depends on the lengths' values; give the "
         "recurrent layer the padded sequences, and mask its results"
+    ),
+    "Attempted to resize": (
+        "it resizes a tensor, as observers of torch.ao.quantization do to their buffers in the first call; call the "
+        "model once before it is planned, or make the tensor anew"
     ),
     "aten._to_sparse": "to_sparse makes a tensor whose size depends on the values of a tensor; compute with dense ones",
 }
