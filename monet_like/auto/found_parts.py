@@ -168,6 +168,7 @@ class _Search:
         self.left_out = False
         self._started, self._tried, self._thread = time.monotonic(), 0, threading.get_ident()
         self._running: set[int] = set()
+        self._other = False  # whether what runs has other values than the step
 
     def check(self, like: tuple[Any, Any]) -> None:
         """Check that a part is to be captured."""
@@ -189,7 +190,7 @@ class _Search:
         Args:
             other: with other values in inputs and weights.
         """
-        self.left_out = self.left_out and other
+        self.left_out, self._other = self.left_out and other, other
         for part in self.parts.values():
             part.forget()
         args, kwargs = example
@@ -228,6 +229,8 @@ class _Search:
         if (part is None or not part.found) and threading.get_ident() != self._thread:
             return own(module, *args, **kwargs)  # autograd's, for which the search waits: it cannot capture
         if part is None:
+            if self._other:
+                return own(module, *args, **kwargs)  # the step itself may not call it
             part = self.parts[name] = _Part(self._block(name, module))
         if part.refused or part.block is None:
             return own(module, *args, **kwargs)

@@ -27,7 +27,7 @@ from ..ir.mode import NHWC, OFFLOAD, parse_mode
 from ..ir.schedule import Schedule
 from ..ir.schedule_file import PLAIN, ScheduleRecord
 from ..ir.simulate import simulate
-from ..ir.units import format_apart, format_seconds
+from ..ir.units import format_apart, format_bytes, format_seconds
 from ..plan import Plan, store_all
 from ..plan.step.menus import point_of
 from ..plan.subprogram import has_overlap
@@ -276,7 +276,8 @@ def _in_words(error: InfeasibleError | SolverError, request: Request, settings: 
     searched = "" if proven or not settings.quick else ", effort='full', which searches for longer,"
     enough = "a larger memory_budget"
     if smallest is not None:
-        enough = f"memory_budget={smallest} ({shown['smallest']}), for which a plan was found{'' if searched else ','}"
+        enough = f"memory_budget={smallest} ({format_bytes(smallest)}), for which a plan was found"
+        enough += "" if searched else ","
     said.append(f"give auto_schedule {enough}{searched} or smaller inputs")
     found = InfeasibleError("; ".join(said), smallest, step, proven=proven, least_bytes=least)
     found.plain_peak_bytes = plain

@@ -224,6 +224,21 @@ def test_experts_that_get_other_tokens_in_each_step_are_left_out_together() -> N
     assert parts_of(experts, torch.randn(40, 8)) == ["mix"]
 
 
+def test_an_expert_that_gets_rows_with_other_weights_alone_is_not_found() -> None:
+    """All rows go to the first one. With the gate's columns exchanged half of them go to the second."""
+
+    def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
+        chosen = net.gate(x)[:, 0] > 0
+        places = chosen.nonzero()[:, 0], (~chosen).nonzero()[:, 0]
+        return (
+            torch.cat([expert(x[at]) for expert, at in zip(net.experts, places, strict=True) if len(at)]).square().sum()
+        )
+
+    model = Made(forward, gate=nn.Linear(2, 1, bias=False), experts=nn.ModuleList([part(2), part(2)]))
+    model.gate.weight.data.copy_(torch.tensor([[2.0, -1.0]]))
+    assert parts_of(model, torch.tensor([[1.0, 1.0], [1.0, 0.0]]).repeat(2, 1)) == []
+
+
 def test_what_stands_in_the_place_of_a_part_that_is_left_out_is_left_out_too() -> None:
     """By chance one of the experts gets as many rows with both sets of values."""
 
