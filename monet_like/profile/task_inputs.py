@@ -69,14 +69,20 @@ class Inputs:
 
         Floating ones are normal; for `_OF_PROBABILITIES` and what is not `_KNOWN` uniform in 0 to 1.
         """
-        if not self.uniform and any(_wants_uniform(call.op) for call in task.calls):
-            self.as_uniform.captured = self.captured
-            return self.as_uniform.of(task, twin=twin)
+        if (maker := self._for(task)) is not self:
+            return maker.of(task, twin=twin)
         found, alike = dict[int, Any](), Counter[TensorMeta]()
         for value in task.reads:
             found[value] = self.make(value, alike[self.captured.metas[value]] + twin * len(task.reads))
             alike[self.captured.metas[value]] += 1
         return {value: _admissible(task, tensor, self.captured.metas) for value, tensor in found.items()}
+
+    def _for(self, task: Task) -> Inputs:
+        """These, or the uniform ones where the task is to read such."""
+        if self.uniform or not any(_wants_uniform(call.op) for call in task.calls):
+            return self
+        self.as_uniform.captured = self.captured
+        return self.as_uniform
 
     def caches_before(self, task: Task, inputs: Mapping[int, Any], warm: Callable[[], object]) -> Callable[[], None]:
         """To be called before a task with a cost is timed: as much of its inputs is in the cache as in a step.
@@ -109,7 +115,8 @@ class Inputs:
             if meta.dtype != torch.bool and _converts_floats(task, self.captured.metas):
                 return self._random(meta, alike)
             run = compile_block(Block(task.reads, (task,), (), (value,)), task.name, COMMUNICATING)
-            self.cache[key] = run([_admissible(task, self.make(v), self.captured.metas) for v in task.reads])[1][0]
+            maker = self._for(task)
+            self.cache[key] = run([_admissible(task, maker.make(v), self.captured.metas) for v in task.reads])[1][0]
         return self.cache[key]
 
     def _example(self, value: int) -> torch.Tensor:

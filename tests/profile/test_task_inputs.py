@@ -22,6 +22,7 @@ class Drawing(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.layer(x)
         drawn = torch.bernoulli(x.detach().sigmoid()) + torch.poisson(x.detach().abs())
+        drawn = drawn + torch.multinomial(x.detach().softmax(-1), 4)
         loss = nn.functional.binary_cross_entropy(x.sigmoid(), x.detach().clamp(0, 1))
         return self.words((6 * x.detach().sigmoid()).long()).sum(-1) + drawn * x + loss
 
@@ -32,13 +33,14 @@ def test_probabilities_and_indices_lie_where_operators_want_them() -> None:
     for task in captured.every_task():
         names = {call.op.split(".")[1] for call in task.calls}
         inputs = [t for t in maker.of(task).values() if isinstance(t, torch.Tensor)]
-        if names & {"bernoulli", "poisson", "binary_cross_entropy"}:
+        if names & {"bernoulli", "poisson", "multinomial", "binary_cross_entropy"}:
             seen |= names
             assert all(float(t.min()) >= 0 and float(t.max()) <= 1 for t in inputs if t.is_floating_point())
         if names & {"embedding", "embedding_dense_backward"}:
             seen |= names
             assert all(int(t.min()) >= 0 and int(t.max()) < 7 for t in inputs if t.dtype == torch.int64)
-    assert seen >= {"bernoulli", "poisson", "binary_cross_entropy", "embedding", "embedding_dense_backward"}
+    drawn = {"bernoulli", "poisson", "multinomial", "binary_cross_entropy"}
+    assert seen >= drawn | {"embedding", "embedding_dense_backward"}
 
 
 class Pooling(nn.Module):
