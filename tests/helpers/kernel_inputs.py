@@ -53,7 +53,7 @@ def layouts(shape: tuple[int, ...], dtype: torch.dtype, make: Callable[..., Tens
     return found
 
 
-SHAPES = [(), (0,), (1,), (7,), (8,), (9,), (127,), (129,), (1000,), (2053,), (3, 0, 2), (2, 3, 5, 7), (2, 16, 8, 8)]
+SHAPES = [(), (0,), (7,), (8,), (9,), (129,), (2053,), (3, 0, 2), (2, 3, 5, 7), (2, 16, 8, 8)]
 
 
 def exact_backward(

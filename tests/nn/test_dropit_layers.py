@@ -22,15 +22,13 @@ from monet_like.ops.caches import largest_bytes
 
 
 @pytest.mark.parametrize("name", list(MODELS))
-@pytest.mark.parametrize("share", [0.5, 0.9])
-def test_changed_layers(name: str, share: float) -> None:
+def test_changed_layers(name: str) -> None:
     model, args = made = MODELS[name]()
     plain = run(twin(model), args, {})
-    changed = monet_like.to_dropit(twin(model), gamma=share)
+    changed = monet_like.to_dropit(twin(model), gamma=0.9)
     outcome = run(changed, args, {})
-    wanted = expected_weight_gradients(made, lambda x: dropped(x, share), first=True)
-    differ = assert_only_changed(plain, outcome, wanted, 0.01 if name == "bfloat16" else 1e-6)
-    assert differ == set(wanted) or share == 0.5  # a ReLU's zeros can be dropped
+    wanted = expected_weight_gradients(made, lambda x: dropped(x, 0.9), first=True)
+    assert assert_only_changed(plain, outcome, wanted, 0.01 if name == "bfloat16" else 1e-6) == set(wanted)
 
 
 def test_dropping_draws_no_random_numbers_and_keeps_the_largest() -> None:
@@ -97,8 +95,9 @@ def test_nothing_dropped_is_bit_equal() -> None:
         assert set(plain.differences(run(monet_like.to_dropit(twin(model), gamma=0), args, {})).values()) == {0.0}
 
 
-@pytest.mark.parametrize("mode", ["reflect", "circular", "replicate", "zeros"])
-@pytest.mark.parametrize("padding", ["same", (2, 1)])
+@pytest.mark.parametrize(
+    ("mode", "padding"), [("zeros", "same"), ("zeros", (2, 1)), ("reflect", "same"), ("circular", (2, 1))]
+)
 def test_padding_of_every_kind(mode: str, padding: Any) -> None:
     model = nn.Sequential(nn.GELU(), nn.Conv2d(3, 4, (4, 3), padding=padding, padding_mode=mode))
     args = (torch.randn(2, 3, 9, 8, requires_grad=True),)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from kernel_inputs import FLOATS, SHAPES, assert_bits, layouts, special, strides
+from kernel_inputs import FLOATS, assert_bits, layouts, special, strides
 from torch import Tensor
 
 import monet_like.ops
@@ -30,7 +31,7 @@ def magnitudes(flat: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("keep", KEEPS)
-@pytest.mark.parametrize("shape", [*SHAPES, (BLOCK,), (3, 5, 47, 61), (2 * BLOCK + 3,)])
+@pytest.mark.parametrize("shape", [(), (0,), (2053,), (2, 3, 5, 7), (3, 5, 47, 61), (2 * BLOCK + 3,)])
 def test_the_largest_come_back(impl: Any, shape: tuple[int, ...], keep: int, dtype: torch.dtype) -> None:
     for layout, x in (
         layouts(shape, dtype).items() if len(shape) < 4 or shape[-1] < 10 else [("", special(shape, dtype))]
@@ -81,19 +82,17 @@ PRODUCTS = [(37, 5, 9), (300, 1000, 70), (1, 7, 3), (2000, 1, 65), (1100, 33, 13
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("shape", PRODUCTS)
-@pytest.mark.parametrize("transposed", [False, True])
-def test_products_with_the_largest(
-    impl: Any, shape: tuple[int, int, int], dtype: torch.dtype, transposed: bool
-) -> None:
+def test_products_with_the_largest(impl: Any, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     """Against float64, as near as the dtype: the sums are in float32 at least."""
     rows, columns, outs = shape
     summing = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
     error = 2 * torch.finfo(dtype).eps + math.sqrt(rows) * summing
-    for keep in (1, 1000, 1639, BLOCK):
+    for keep in (1000, 1639, BLOCK):
         x, wide = torch.randn(rows, columns).to(dtype), torch.randn(rows, 2 * outs).to(dtype)
         packed = caches.pack_largest(x, keep)
         left = caches.unpack_largest(packed, keep, x.shape, dtype).double()
-        for grad in (wide[:, :outs].contiguous(), wide[:, ::2], wide[:, outs:].t().contiguous().t()):
+        grads = (wide[:, :outs].contiguous(), wide[:, ::2], wide[:, outs:].t().contiguous().t())
+        for grad, transposed in product(grads, (False, True)):
             got = impl("mm_largest")(grad, packed, keep, columns, transposed)
             exact = left.t() @ grad.double() if transposed else grad.double().t() @ left
             assert got.shape == exact.shape and got.dtype == dtype
@@ -138,7 +137,7 @@ def test_corrupt_caches_touch_nothing_else(keep: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("shape", [*SHAPES, (3, 5, 47, 61)])
+@pytest.mark.parametrize("shape", [(), (3, 0, 2), (129,), (2053,), (2, 3, 5, 7), (3, 5, 47, 61)])
 def test_eight_bits_are_near(impl: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Within half a unit, a 127th of the block's largest; below half a unit within one, and never of another sign."""
     for x in layouts(shape, dtype, lambda s, d: torch.randn(s).mul(3).to(d)).values():

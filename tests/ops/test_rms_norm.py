@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_inputs import FLOATS
 from torch import Tensor
 
 import monet_like.ops
@@ -15,8 +16,6 @@ from monet_like.ops import rms_norm
 
 monet_like.ops.load()
 registered = torch.ops.monet_like
-
-FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 # Largest error allowed, as a fraction of the largest element of the exact result: a few roundings of the dtype.

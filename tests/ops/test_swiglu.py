@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_inputs import FLOATS
 from torch import Tensor
 from torch.nn.functional import silu
 
-FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 #: Odd, empty, one element; ATen's vectors begin anew where a thread's elements do, of which 32,768 are the fewest.
 SHAPES = [(3, 5, 17), (0, 4), (1,), (32768,), (32769,), (3, 33000)]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import zoo
 from replays import FULL, costs_of
@@ -11,6 +13,7 @@ from monet_like.profile.devices import DEVICES
 from monet_like.profile.roofline import roofline
 
 
+@functools.cache
 def bytes_of_tasks(name: str) -> dict[str, tuple[str, int, int]]:
     """By name, the variant of a task, and its workspace by datasheet rates and measured."""
     model, args, kwargs = getattr(zoo, name)()
