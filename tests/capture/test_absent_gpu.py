@@ -36,7 +36,7 @@ def absent(model: nn.Module, *inputs: Any, autocast: torch.dtype | None = None) 
 
 #: Cases that cannot be captured without the GPU, and those that cannot be at all.
 REFUSED = {
-    **dict.fromkeys(("decoder of padded heads bfloat16", "masked", "masked bfloat16"), False),
+    **dict.fromkeys(("decoder of padded heads bfloat16", "masked"), False),
     "binary loss autocast": True,
 }
 

@@ -189,7 +189,8 @@ def test_running_statistics_move_once_and_a_rerun_is_by_the_same_operator() -> N
 @pytest.mark.slow
 @_NO_GPU
 def test_what_rounds_otherwise_is_for_conv() -> None:
-    captured = admitted(absent(Net(), 2, 3, 8, 8), FULL)
+    raw = absent(Net(), 2, 3, 8, 8)
+    captured = admitted(raw, FULL)
     ours = [t for t in captured.program.every_task() if any("monet_like.batch_norm" in c.op for c in t.calls)]
     assert {task.word for task in ours} == {"conv"}
     forms = {"batch_norm_clamp.train_in_vectors", "batch_norm_add_clamp.train_in_vectors", "batch_norm.apply"}
@@ -199,7 +200,7 @@ def test_what_rounds_otherwise_is_for_conv() -> None:
     reserves = {v for v, value in enumerate(captured.program.values) if value.name.endswith(".reserve")}
     assert all(reserves.isdisjoint((*task.reads, *task.writes)) for task in (*ours, *native))
     for mode in ("normal", "inplace_multiway_newnode"):
-        program = admitted(absent(Net(), 2, 3, 8, 8), mode).program
+        program = admitted(raw, mode).program
         assert set(calls_of(program)) == {CUDNN, CUDNN_BACKWARD}
         assert not any("monet_like.batch_norm" in c.op for t in program.every_task() for c in t.calls)
 
@@ -259,14 +260,14 @@ def cudnn(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("cudnn")
-@pytest.mark.parametrize("mode", ["normal", "inplace_multiway_newnode", FULL])
+@pytest.mark.parametrize("mode", ["inplace_multiway_newnode", FULL])
 def test_any_amount_of_recompute_gives_plain_pytorchs_values(mode: str) -> None:
     """To the bit without ``conv``; with it gradients that need no reserve are among them."""
     whole = example()
     plain = run(twin(whole[0]), whole[1], whole[2])
     captured = admitted(capture(*whole[:2]), mode)
     ran = Counter[str]()
-    for seed in range(12):
+    for seed in range(6):
         schedule = random_schedule(captured.program, seed=seed, drop=0.5, others=0.5)
         program = captured.program
         ran += calls_of([program.slots[slot][way] for slot, way in enumerate(schedule.ways)])
@@ -329,7 +330,7 @@ def wide() -> Captured:
 
 @pytest.mark.slow
 @_NO_GPU
-@pytest.mark.parametrize("faster", [1.0, 1.2, 3.0])
+@pytest.mark.parametrize("faster", [1.0, 3.0])
 def test_a_first_run_without_a_reserve_and_a_gradient_that_reads_it_are_never_in_one_plan(
     wide: Captured, faster: float
 ) -> None:

@@ -9,18 +9,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from any_schedule import AnySchedule
+from any_schedule import OrPlain
 from torch import nn
 
 from monet_like.capture.lower.step import capture
 
 X = torch.linspace(-1, 1, 24).view(3, 8)
-
-
-class Planned(AnySchedule):
-    """As `AnySchedule`, with the rule that is the default."""
-
-    _on_new_input = "plan"
 
 
 class Scaled(nn.Module):
@@ -76,7 +70,7 @@ def assert_trains_alike(model: nn.Module, between: Callable[[nn.Module, int], No
     plain = copy.deepcopy(model)
     wanted = trained(plain, plain, lambda step: between(plain, step))
     assert any(gradient is not None for gradient in wanted[1::2])
-    found = trained(model, Planned(model), lambda step: between(model, step))
+    found = trained(model, OrPlain(model), lambda step: between(model, step))
     for ours, own in zip(found, wanted, strict=True):
         assert (ours is None) == (own is None)
         assert ours is None or torch.equal(ours, own)
@@ -101,7 +95,7 @@ def test_a_capture_leaves_a_buffer_as_it_is(asks: bool) -> None:
 
 def test_a_copy_trains_by_the_step_of_the_first() -> None:
     """A buffer requires no gradient before the first call of the copy, either."""
-    called = Planned(Scaled(makes=True))
+    called = OrPlain(Scaled(makes=True))
     twin = copy.deepcopy(called)
     called(X).sum().backward()
     called.scale.requires_grad_(False)

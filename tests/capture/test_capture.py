@@ -14,7 +14,7 @@ import zoo
 from replays import assert_exact
 from torch import nn
 
-from monet_like.capture.captured import TensorMeta, fake_mode
+from monet_like.capture.captured import Captured, TensorMeta, fake_mode
 from monet_like.capture.lower.step import capture
 from monet_like.errors import CaptureError
 from monet_like.ir.units import GIB, MIB
@@ -30,9 +30,10 @@ def image(batch: int, size: int) -> torch.Tensor:
 
 @pytest.mark.slow
 def test_resnet50_at_184_is_the_program_it_should_be() -> None:
-    model = torchvision.models.resnet50().train()
-    captured = capture(model, (image(184, 224),))
-    program = captured.program
+    model, made = torchvision.models.resnet50().train(), list[Captured]()
+    rise = allocated_peak(lambda: made.append(capture(model, (image(184, 224),))), torch.device("cpu"))
+    assert rise < 4 * MIB  # nothing of the size of activations
+    captured, program = made[0], made[0].program
     convolutions = [t for t in program.tasks if t.calls[-1].op == "aten.convolution.default"]
     assert len(convolutions) == 53
     assert len(program.gradients) == len(list(model.parameters())) == 161
@@ -63,17 +64,10 @@ def test_a_meta_makes_a_tensor_like_the_one_it_is_of(tensor: torch.Tensor) -> No
         assert TensorMeta.of(meta.empty()) == made
 
 
-@pytest.mark.slow
-def test_capturing_allocates_nothing_of_the_size_of_activations() -> None:
-    model = torchvision.models.resnet18().train()
-    rise = allocated_peak(lambda: capture(model, (image(4096, 224),)), torch.device("cpu"))
-    assert rise < 4 * MIB  # at this batch the activations are hundreds of GB
-
-
 def test_capture_leaves_the_model_as_it_was() -> None:
-    model = zoo.shallow_resnet().train()
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    capture(model, (torch.randn(2, 3, 64, 64),))
+    capture(model, (torch.randn(2, 3, 8, 8),))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert model.training
     assert all(p.grad is None for p in model.parameters())
@@ -153,22 +147,6 @@ def test_data_dependence_is_refused_with_the_line() -> None:
         capture(_DataDependent(), (torch.randn(2, 4),))
     assert "return y[y > 0]" in str(caught.value)
     assert "test_capture.py" in str(caught.value)
-
-
-def test_conditions_on_constants_are_decided() -> None:
-    class Positions(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(16, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            positions = torch.arange(x.shape[1], device=x.device)
-            if (positions.diff() == 1).all():
-                return x + self.table(positions)
-            return x
-
-    captured = capture(Positions().train(), (torch.randn(2, 8, 4),))
-    assert any(task.calls[-1].op == "aten.embedding.default" for task in captured.program.tasks)
 
 
 class _Numbers(nn.Linear):

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from any_schedule import AnySchedule
 from nets import Net, linear, rows
 from replays import record_for
 from torch import nn
@@ -293,25 +292,6 @@ def test_memory_that_is_not_pytorchs(taken: Callable[[Any], torch.Tensor]) -> No
     with pytest.raises(CaptureError, match="memory that is not PyTorch's"):
         capture(build(writing), (x,))
     assert array[7] == 2
-
-
-class Batch:
-    """An argument that PyTorch's pytree does not look into."""
-
-    def __init__(self, scale: torch.Tensor) -> None:
-        self.scale = scale
-
-
-def test_tensors_in_an_object_that_is_an_argument() -> None:
-    def forward(_: Net, layer: nn.Module, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        return layer(x) * batch.scale
-
-    net, x, batch = build(forward), rows(), Batch(torch.ones(8))
-    wrapped = AnySchedule(net)
-    for scale in (2.0, 3.0):
-        batch.scale = torch.full((8,), scale)
-        assert torch.equal(wrapped(x, batch), net(x, batch))
-    assert torch.equal(wrapped(x, Batch(torch.zeros(8))), torch.zeros(6, 8))
 
 
 def test_constants_of_a_model_without_storage() -> None:

@@ -5,7 +5,6 @@ computing."""
 from __future__ import annotations
 
 import copy
-import dataclasses
 import random
 import warnings
 from collections.abc import Callable
@@ -15,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.utils._pytree as pytree
 from any_schedule import AnySchedule, assert_as_plain, step
 from nets import Net, linear, rows
 from replays import LOSS_BYTES, assert_exact, costs_of, record_for, replayed, worst
@@ -102,17 +100,16 @@ CASES: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
     "imaginary": lambda: (Net(imaginary, linear()), rows()),
     "spectrum": lambda: (Net(spectrum, linear()), rows()),
     "chunks": lambda: (Net(chunks, linear()), rows()),
-    "gru": lambda: (nn.GRU(8, 8, 2, dropout=0.5), rows(2, 3, 8)),
-    "rnn": lambda: (nn.RNN(8, 8, 3, dropout=0.3, bidirectional=True, nonlinearity="relu"), rows(2, 3, 8)),
     "instance_norm": lambda: (
         nn.Sequential(nn.Conv2d(3, 8, 3), nn.InstanceNorm2d(8, affine=True, track_running_stats=True), nn.ReLU()),
         rows(4, 3, 8, 8),
     ),
-    "all_dropped": lambda: (nn.Sequential(linear(), nn.Dropout(1.0), linear(), nn.Dropout(0.5)), rows()),
+    "rnn": lambda: (nn.RNN(8, 8, 3, dropout=0.3, bidirectional=True, nonlinearity="relu"), rows(2, 3, 8)),
     "unread_noise": lambda: (Net(unread_noise, linear()), rows()),
     "noise_of_another_layout": lambda: (Net(noise_of_another_layout, linear()), rows()),
     "reshaped_dropout": lambda: (Net(reshaped_dropout, linear()), rows()),
     "written_constant": lambda: (Net(written_constant, linear()), rows()),
+    "all_dropped": lambda: (nn.Sequential(linear(), nn.Dropout(1.0), linear(), nn.Dropout(0.5)), rows()),
 }
 
 
@@ -208,14 +205,14 @@ def test_what_is_compared_is_made_anew_as_it_was() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "model",
+    ("model", "onednn"),
     [
-        lambda: nn.LSTM(8, 8, 2, dropout=0.5),
-        lambda: nn.LSTM(8, 8, bidirectional=True, batch_first=True, bias=False),
-        lambda: nn.LSTM(8, 4, proj_size=2),
+        (lambda: nn.LSTM(8, 8, 2, dropout=0.5), True),
+        (lambda: nn.LSTM(8, 8, 2, dropout=0.5), False),
+        (lambda: nn.LSTM(8, 8, bidirectional=True, batch_first=True, bias=False), True),
+        (lambda: nn.LSTM(8, 4, proj_size=2), True),
     ],
 )
-@pytest.mark.parametrize("onednn", [True, False])
 def test_lstms_are_plain_pytorchs(model: Callable[[], nn.Module], onednn: bool) -> None:
     """By oneDNN the operator is kept whole, with a workspace of the size that the library gives it."""
     torch.manual_seed(0)
@@ -232,16 +229,6 @@ def test_lstms_are_plain_pytorchs(model: Callable[[], nn.Module], onednn: bool) 
             assert worst(plain, outcome) == 0.0
             peak = simulate(captured.program, schedule, costs).peak_bytes
             assert captured.program.resident_bytes + outcome.rise_bytes - LOSS_BYTES <= peak
-
-
-def test_operators_that_want_probabilities_are_measured() -> None:
-    def forward(_: Net, layer: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        kept = layer(x).sigmoid() * torch.bernoulli(x.sigmoid())
-        return nn.functional.binary_cross_entropy(kept.gather(1, torch.multinomial(x.softmax(-1), 8)), y)
-
-    model, inputs = Net(forward, linear()), (rows(), rows().sigmoid())
-    wrapped = auto_schedule(twin(model), inputs, memory_budget="120%", time_limit_seconds=2)
-    assert max(run(twin(model), inputs, {}).differences(run(wrapped, inputs, {})).values()) == 0.0
 
 
 # What changes between steps -------------------------------------------------------------------------------------
@@ -272,14 +259,6 @@ def test_numbers_that_a_forward_reads_are_followed(build: Any, change: Callable[
         assert all(map(torch.equal, *found)), round_
         steps.append(len(wrapped._kept))
     assert steps == [1, 1, 2, 2]
-
-
-def test_a_number_that_no_forward_reads_needs_no_new_step() -> None:
-    model, x = Net(lambda net, layer, x: layer(x), linear()), rows()
-    wrapped = auto_schedule(model, x, memory_budget="130%", time_limit_seconds=2)
-    model.factor = 3.0
-    wrapped(x)
-    assert len(wrapped._kept) == 1
 
 
 # What a forward does beside computing ---------------------------------------------------------------------------
@@ -433,15 +412,6 @@ def test_a_conjugated_gradient_is_taken() -> None:
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
 
 
-def test_arguments_that_are_no_tensors() -> None:
-    model, x = Net(lambda net, layer, x, part: layer(x)[part], linear()), rows()
-    wrapped = auto_schedule(model, memory_budget="200%", time_limit_seconds=2)
-    for part in (slice(0, 3), slice(1, 4)):
-        assert torch.equal(wrapped(x, part), model(x, part))
-    with pytest.raises(UsageError, match="an argument of type set"):
-        auto_schedule(model, (x, {1}), memory_budget="200%", time_limit_seconds=2)
-
-
 @pytest.mark.parametrize(
     ("model", "inputs", "error", "said"),
     [
@@ -503,21 +473,20 @@ def test_a_cached_plan_is_of_its_solver_and_time_and_whole() -> None:
     assert plans(time_limit_seconds=2) == 2
 
 
-def quantised(backend: str) -> nn.Module:
+def quantised() -> nn.Module:
     quantisation = torch.ao.quantization
     layers = (nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4))
     net = nn.Sequential(quantisation.QuantStub(), *layers, quantisation.DeQuantStub()).train()
-    net.qconfig = quantisation.get_default_qat_qconfig(backend)
+    net.qconfig = quantisation.get_default_qat_qconfig("fbgemm")  # weights by channel, activations as a whole
     return quantisation.prepare_qat(net)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["fbgemm", "qnnpack"])
 @pytest.mark.filterwarnings("ignore:.*deprecated", "ignore:Please use quant_min", "ignore:_aminmax")
-def test_quantisation_aware_training_is_plain_pytorchs(backend: str) -> None:
+def test_quantisation_aware_training_is_plain_pytorchs() -> None:
     """Observers update, and first resize, buffers in the forward; each sees every tensor once."""
     torch.manual_seed(0)
-    net, x = quantised(backend), rows(2, 3, 8, 8)
+    net, x = quantised(), rows(2, 3, 8, 8)
     plain = twin(net)
     wrapped = auto_schedule(net, x, memory_budget="1 MB", mode="inplace_multiway_newnode", time_limit_seconds=5)
     for scale in (1.0, 3.0, 0.5):
@@ -557,41 +526,6 @@ def test_norms_under_autocast_are_measured_and_plain_pytorchs(norm: Callable[[],
         assert worst(plain, run(wrapped, (x,), {})) == 0.0
 
 
-@dataclasses.dataclass
-class Inner:
-    logits: torch.Tensor
-    count: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Outer:
-    inner: Inner
-    several: list[torch.Tensor]
-    nothing: None = None
-
-    def __post_init__(self) -> None:
-        assert self.several
-
-
-def test_dataclasses_come_back_as_they_were() -> None:
-    def forward(_: Net, layer: nn.Module, x: torch.Tensor) -> Any:
-        y = layer(x)
-        return {"out": Outer(Inner(y, 3), [y.relu(), y.detach()])}
-
-    net, x = Net(forward, linear()), rows()
-    got, expected = AnySchedule(net)(x)["out"], net(x)["out"]
-    assert type(got) is Outer and type(got.inner) is Inner and got.inner.count == 3 and got.nothing is None
-    assert torch.equal(got.inner.logits, expected.inner.logits)
-    assert all(map(torch.equal, got.several, expected.several))
-    gradients = []
-    for result in (got, expected):
-        net.zero_grad()
-        (result.inner.logits.sum() + result.several[0].square().sum()).backward()
-        gradients.append(net.layers[0].weight.grad)
-    assert torch.equal(*gradients)
-    assert isinstance(pytree.tree_leaves(expected)[0], Outer)  # the caller's own pytrees stay as they are
-
-
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_dropout_of_gradients_is_drawn_once(share: float) -> None:
     class Dropped(torch.autograd.Function):
@@ -617,18 +551,8 @@ def dirichlet(_: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return torch.distributions.Dirichlet(layer(x).exp()).rsample() * layer(x)
 
 
-def student(_: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return torch.distributions.StudentT(layer(x).exp() + 1).rsample()
-
-
-def normal(_: Net, layer: nn.Module, x: torch.Tensor) -> Any:
-    there = torch.distributions.Normal(layer(x), layer(x).exp())
-    drawn = there.rsample()
-    return drawn, there.log_prob(drawn.detach())
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("function", [gamma, dirichlet, student, normal])
+@pytest.mark.parametrize("function", [gamma, dirichlet])
 def test_distributions_are_sampled_as_in_plain_pytorch(function: Callable[..., Any]) -> None:
     example = Net(function, linear()), (rows().requires_grad_(),), {}
     assert_exact(example, "multiway_newnode")
@@ -636,7 +560,7 @@ def test_distributions_are_sampled_as_in_plain_pytorch(function: Callable[..., A
     assert worst(run(twin(example[0]), *example[1:]), run(wrapped, *example[1:])) < 1e-5
 
 
-@pytest.mark.parametrize(("kind", "reduction"), [(list, "mean"), (tuple, "sum"), (list, "none")])
+@pytest.mark.parametrize(("kind", "reduction"), [(list, "mean"), (tuple, "none")])
 def test_ctc_loss_with_lengths_as_numbers(kind: type, reduction: str) -> None:
     def forward(_: Net, layer: nn.Module, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         scores = layer(x).log_softmax(-1)

@@ -65,6 +65,14 @@ def solved(
     return Job(request, CPU, Given(None)).plan(Budget(share=budget)).record
 
 
+@pytest.fixture(name="planned", scope="module")
+def _planned() -> tuple[nn.Module, ScheduleRecord]:
+    """A net, and its plan within 80 % of plain PyTorch's peak."""
+    torch.manual_seed(0)
+    model = Net()
+    return model, solved(model, 0.8)
+
+
 def test_a_large_weights_gradient_is_made_last_and_plain_pytorch_keeps_its_order() -> None:
     x = images()
     first, chosen = capture(Net(), (x,)), capture(Net(), (x,), made_last=None)
@@ -103,28 +111,26 @@ def test_one_trace_gives_the_step_in_autograds_order_too(is_opted_out: bool) -> 
 
 
 @pytest.mark.slow
-def test_less_memory_is_needed_and_gradients_are_the_same_bits() -> None:
-    torch.manual_seed(0)
-    plain, x = Net(), images()
+def test_less_memory_is_needed_and_gradients_are_the_same_bits(planned: tuple[nn.Module, ScheduleRecord]) -> None:
+    (plain, record), x = planned, images()
     with pytest.raises(InfeasibleError):
         solved(plain, 0.8, made_last=())
-    record = solved(plain, 0.8)
     assert record.made_last == ("large.weight",)
-    wrapped = ScheduleWrapper(copy.deepcopy(plain), record)
+    wrapped, plain = ScheduleWrapper(copy.deepcopy(plain), record), copy.deepcopy(plain)
     assert set(run(plain, (x,), {}).differences(run(wrapped, (x,), {})).values()) == {0.0}
     assert step_peak(wrapped, ((x,), {}), CPU) == pytest.approx(record.peak_bytes, abs=LOSS_BYTES)
     assert step_peak(plain, ((x,), {}), CPU) == pytest.approx(record.plain_peak_bytes, abs=LOSS_BYTES)
 
 
 @pytest.mark.slow
-def test_the_file_says_which_and_a_smaller_batch_has_the_same(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    plain, path = Net(), tmp_path / "schedule.json"
-    record = solved(plain, 0.8)
+def test_the_file_says_which_and_a_smaller_batch_has_the_same(
+    planned: tuple[nn.Module, ScheduleRecord], tmp_path: Path
+) -> None:
+    (plain, record), path = planned, tmp_path / "schedule.json"
     record.save(path)
     assert ScheduleRecord.load(path) == record
     wrapped, small = ScheduleWrapper(copy.deepcopy(plain), path), images(2)
-    assert set(run(plain, (small,), {}).differences(run(wrapped, (small,), {})).values()) == {0.0}
+    assert set(run(copy.deepcopy(plain), (small,), {}).differences(run(wrapped, (small,), {})).values()) == {0.0}
 
     content = json.loads(path.read_text())
     assert content.pop("made_last") == ["large.weight"]

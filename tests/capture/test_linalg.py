@@ -46,8 +46,7 @@ def test_matrices_and_the_errors_of_singular_ones_are_plain_pytorchs(name: str) 
                 note(torch.tensor([ord(letter) for letter in f"{type(error)} {error}"]))
             note(model.get_parameter("weight").grad)
 
-    for seed in range(2):
-        assert_as_plain(lambda: Matrix(WAYS[name]), script, captures=1, seed=seed)
+    assert_as_plain(lambda: Matrix(WAYS[name]), script, captures=1, seed=1)
 
 
 def test_the_forward_raises() -> None:

@@ -201,11 +201,11 @@ NETS: dict[str, Callable[[], Made]] = {
 WORDS = ("channels_last", "autocast", "float16", "bfloat16")
 CASES = [
     "batch norms", "batch norms channels_last", "batch norms bfloat16", "batch norms channels_last autocast float16",
-    "resnet", "resnet channels_last", "resnet channels_last autocast", "efficientnet channels_last autocast",
-    "unet autocast", "unet channels_last bfloat16", "vit", "vit autocast", "shuffled channels_last",
-    "shuffled channels_last autocast", "decoder of narrow heads", "decoder", "norms bfloat16", "norms autocast",
-    "decoder autocast", "decoder bfloat16", "decoder of padded heads bfloat16", "grouped", "grouped bfloat16",
-    "grouped autocast", "masked", "masked bfloat16", "written out", "written out autocast", "binary loss autocast",
+    "resnet", "resnet channels_last autocast", "efficientnet channels_last autocast", "unet autocast",
+    "unet channels_last bfloat16", "vit autocast", "shuffled channels_last", "shuffled channels_last autocast",
+    "decoder of narrow heads", "decoder", "norms autocast", "decoder autocast", "decoder bfloat16",
+    "decoder of padded heads bfloat16", "grouped", "grouped bfloat16", "masked", "written out autocast",
+    "binary loss autocast",
 ]  # fmt: skip
 
 
