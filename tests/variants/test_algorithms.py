@@ -54,20 +54,26 @@ ANY = {"implicit_gemm", "implicit_precomp_gemm", "gemm", "0", "1", "3"}
 TRANSFORMS = {"fft", "fft_tiling"}
 
 
-@pytest.mark.parametrize("layout", FORMATS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+OPTIONS: list[tuple[dict[str, Any], set[str]]] = [
+    ({"kernel_size": 3, "padding": 1}, ANY | TRANSFORMS | {"winograd", "winograd_nonfused"}),
+    ({"kernel_size": 5, "groups": 2, "bias": False}, ANY | TRANSFORMS),
+    ({"kernel_size": (7, 3)}, ANY | TRANSFORMS),
+    ({"kernel_size": 3, "stride": 2}, ANY),
+    ({"kernel_size": 3, "dilation": 2, "padding": "same"}, ANY),
+    ({"kernel_size": 1}, ANY),
+]
+
+
 @pytest.mark.parametrize(
-    ("options", "wanted"),
+    ("case", "dtype", "layout"),
     [
-        ({"kernel_size": 3, "padding": 1}, ANY | TRANSFORMS | {"winograd", "winograd_nonfused"}),
-        ({"kernel_size": 5, "groups": 2, "bias": False}, ANY | TRANSFORMS),
-        ({"kernel_size": (7, 3)}, ANY | TRANSFORMS),
-        ({"kernel_size": 3, "stride": 2}, ANY),
-        ({"kernel_size": 3, "dilation": 2, "padding": "same"}, ANY),
-        ({"kernel_size": 1}, ANY),
+        *((case, torch.float32, FORMATS[case % 2]) for case in range(len(OPTIONS))),
+        *((0, dtype, layout) for dtype in (torch.bfloat16, torch.float16) for layout in FORMATS),
+        (1, torch.bfloat16, FORMATS[0]),
     ],
 )
-def test_algorithms_that_can_do_it_are_offered(options: Any, wanted: set[str], dtype: torch.dtype, layout: Any) -> None:
+def test_algorithms_that_can_do_it_are_offered(case: int, dtype: torch.dtype, layout: Any) -> None:
+    options, wanted = OPTIONS[case]
     of = captured(nn.Conv2d(4, 6, **options), 2, 4, 12, 10, dtype=dtype, layout=layout)
     assert set(found(of, "conv.cudnn_")) == wanted
     tasks = [task for task in of.program.every_task() if task.variant.startswith("conv.cudnn_")]
@@ -115,8 +121,7 @@ def test_every_way_makes_what_pytorchs_own_makes(layout: Any) -> None:
 # Attention -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn"])
+@pytest.mark.parametrize(("kind", "causal"), [("flash", False), ("flash", True), ("efficient", True), ("cudnn", False)])
 def test_other_kinds_of_attention_are_offered(kind: str, causal: bool) -> None:
     of = captured(Attends(kind, causal), 2, 6, 16, dtype=torch.bfloat16)
     others = {"flash", "efficient", "cudnn"} - {kind}

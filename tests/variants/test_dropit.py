@@ -52,7 +52,7 @@ def with_ways(captured: Captured, variant: str, *others: str) -> Schedule:
 
 @pytest.mark.slow(every=4)
 @pytest.mark.parametrize("name", list(MODELS))
-@pytest.mark.parametrize("share", [0.5, 0.9, 0.97])
+@pytest.mark.parametrize("share", [0.5, 0.97])  # by a bit for each element, and by places
 def test_only_weight_gradients_change_and_they_are_the_definitions(name: str, share: float) -> None:
     model, args = made = MODELS[name]()
     mode = f"normal_dropit{share}"
@@ -80,8 +80,9 @@ def test_products_of_what_is_kept(name: str, count: int) -> None:
     assert transposed.count(True) == (name == "attention")
 
 
-@pytest.mark.parametrize("name", ["attention", "channels_last", "bfloat16"])
-@pytest.mark.parametrize("share", [0.5, 0.97])
+@pytest.mark.parametrize(
+    ("name", "share"), [("attention", 0.5), ("attention", 0.97), ("channels_last", 0.97), ("bfloat16", 0.5)]
+)
 def test_what_is_not_dropped_in_8_bits(name: str, share: float) -> None:
     """With both words: the same elements, each within half a 127th of the largest of its 256."""
     model, args = made = MODELS[name]()
@@ -106,17 +107,16 @@ def test_what_is_not_dropped_in_8_bits(name: str, share: float) -> None:
     assert assert_only_changed(plain, outcome, wanted, 0.01 if name == "bfloat16" else 1e-6) == set(wanted)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_autocast(dtype: str) -> None:
+def test_autocast() -> None:
     model, args = MODELS["attention"]()
     mode = "normal_dropit0.5"
-    with autocast_as(dtype, torch.device("cpu")):
+    with autocast_as("bfloat16", torch.device("cpu")):
         captured = admitted(capture(model, args), mode)
-        assert {captured.metas[call.args[0].name].dtype for call in packs_of(captured)} == {getattr(torch, dtype)}
+        assert {captured.metas[call.args[0].name].dtype for call in packs_of(captured)} == {torch.bfloat16}
         plain = run(twin(model), args, {})
         wrapped = monet_like.ScheduleWrapper(
             twin(model),
-            replace(record_for(captured, with_ways(captured, "dropit"), mode, (model, args, {})), autocast=dtype),
+            replace(record_for(captured, with_ways(captured, "dropit"), mode, (model, args, {})), autocast="bfloat16"),
             example=(args, {}),
             captured=captured,
         )
@@ -250,7 +250,7 @@ def with_saved_tensors_rounded(made: Made, word: str) -> Outcome:
         return run(model, args, {})
 
 
-@pytest.mark.parametrize("name", ["mlp", "attention", "convolutions", "channels_last", "batch_normed"])
+@pytest.mark.parametrize("name", ["attention", "convolutions", "channels_last", "batch_normed"])
 @pytest.mark.parametrize("word", ["lowp16", "lowp8"])
 def test_lower_precision_is_rounding_what_autograd_saves(name: str, word: str) -> None:
     model, args = made = MODELS[name]()
@@ -283,7 +283,7 @@ def test_no_forward_task_can_read_what_is_restored() -> None:
 
 @pytest.mark.slow(every=4)
 @pytest.mark.parametrize("name", ["attention", "batch_normed"])
-@pytest.mark.parametrize("word", ["dropit0.5", "lowp8", "lowp16_dropit0.5", "lowp8_dropit0.9"])
+@pytest.mark.parametrize("word", ["lowp16_dropit0.5", "lowp8_dropit0.9"])
 def test_any_schedule_has_an_exact_forward(name: str, word: str) -> None:
     model, args = MODELS[name]()
     mode = f"inplace_multiway_newnode_{word}"
@@ -363,15 +363,15 @@ def test_it_does_not_drop_what_is_held_anyhow() -> None:
     assert dropping(chosen(captured, schedule)) > 0
 
 
-@pytest.mark.slow(but=["lowp8-batch_normed-0.5", "dropit0.9-batch_normed-0.5"])
-@pytest.mark.parametrize(("kind", "share"), [("attention", 0.5), ("batch_normed", 0.5)])
-@pytest.mark.parametrize("word", ["dropit0.9", "dropit0.97", "lowp16", "lowp8", "lowp16_lowp8", "dropit0.9_lowp8"])
-def test_end_to_end(kind: str, share: float, word: str) -> None:
+@pytest.mark.slow(but=["lowp8-batch_normed", "dropit0.9-batch_normed"])
+@pytest.mark.parametrize("kind", ["attention", "batch_normed"])
+@pytest.mark.parametrize("word", ["dropit0.9", "lowp16", "lowp8", "dropit0.9_lowp8"])
+def test_end_to_end(kind: str, word: str) -> None:
     """Plan, replay: the forward's bits, gradients that differ where they may, the peak in bytes."""
     blocks = nn.Sequential(*(Attention(64) for _ in range(2))), (torch.randn(16, 64, 64, requires_grad=True),)
     made = blocks if kind == "attention" else (batch_normed(), (torch.randn(64, 3, 24, 24, requires_grad=True),))
     mode = f"inplace_multiway_newnode_{word}"
-    captured, costs, schedule = planned(made, mode, share)
+    captured, costs, schedule = planned(made, mode, 0.5)
     names = chosen(captured, schedule)
     lossy = sum(name.startswith(("dropit", "lowp")) for name in names)
     plain = run(twin(made[0]), made[1], {})

@@ -180,6 +180,11 @@ def test_all_ways_of_a_16_bit_model_have_its_bits(dtype: torch.dtype) -> None:
     model.factor = torch.tensor(0.4)
     example = (model, (torch.randn(7, 20, dtype=dtype),), {})
     captured = admitted(capture(*example[:2]), MODE)
+    ways = [way for slot in captured.program.slots for way in slot if way.variant == "in_place"]
+    assert all(way.overwrites is not None and way.word == "inplace" for way in ways)
+    written = {way.calls[-1].op.split(".")[1] for way in ways}
+    activations = ("gelu", "hardsigmoid", "hardswish", "sigmoid", "silu", "tanh")
+    assert written >= {f"{name}_backward" for name in activations}
     for seed, (drop, others) in enumerate([(0.0, 1.0), (0.9, 0.5)]):
         schedule = random_schedule(captured.program, seed, drop=drop, others=others)
         assert error_of(example, captured, schedule, MODE) == 0.0

@@ -90,12 +90,8 @@ def test_without_liger_the_program_is_as_it_was(plain: Captured, offered: Captur
     assert program.fingerprint != without.program.fingerprint
 
 
-@pytest.mark.parametrize("mode", ["inplace_multiway_newnode", "normal"])
-def test_conv_alone_admits_it(plain: Captured, mode: str) -> None:
-    assert not variants(admitted(plain, mode, liger=True))
-
-
-def test_gradients_are_overwritten_for_inplace_alone(plain: Captured) -> None:
+def test_words_that_admit_it(plain: Captured) -> None:
+    assert not variants(admitted(plain, "inplace_multiway_newnode", liger=True))
     found = variants(admitted(plain, "conv", liger=True))
     assert found["liger_rms_norm.backward"] == 3 and not found["liger_rms_norm.backward_in_place"]
 
@@ -123,9 +119,8 @@ def test_what_liger_cannot_do_is_left_to_ours() -> None:
     assert not variants(admitted(wide, FULL, liger=True))
 
 
-def calls_of(captured: Captured, variant: str, *, slots: bool = True) -> Counter[str]:
-    places = captured.program.slots if slots else (captured.program.tasks,)
-    task = next(task for tasks in places for task in tasks if task.variant == variant)
+def calls_of(captured: Captured, variant: str) -> Counter[str]:
+    task = next(way for ways in captured.program.slots for way in ways if way.variant == variant)
     return Counter(call.op.split(".")[1] for call in task.calls if "liger_" in call.op)
 
 
@@ -192,18 +187,16 @@ def test_prices(offered: Captured) -> None:
     assert costs[train.cost].workspace_bytes == 0 < costs[train.cost].seconds
 
 
-@pytest.mark.slow(but=["liger_tiled_mlp.4"])
-@pytest.mark.parametrize("of_mlp", ["liger_swiglu.backward", "liger_tiled_mlp.4", "liger_tiled_mlp_from_products.4"])
-def test_where_liger_is_missing_twins_run(example: Built, offered: Captured, of_mlp: str) -> None:
+def test_where_liger_is_missing_twins_run(example: Built, offered: Captured) -> None:
     model, args, kwargs = example
-    schedule = by_liger(offered, of_mlp, in_place=True)
+    schedule = by_liger(offered, "liger_tiled_mlp.4", in_place=True)
     assert len(twins_taken(offered.program, schedule, "cpu")) == 4
     outcome = run(wrapped(example, offered, schedule), args, kwargs)
     assert 0.0 < max(run(twin(model), args, kwargs).differences(outcome).values()) <= 1e-5
 
 
 @pytest.mark.slow(but=["bfloat16"])
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "autocast"])
+@pytest.mark.parametrize("kind", ["bfloat16", "autocast"])
 def test_both_kinds_of_norm_in_16_bits(kind: str) -> None:
     """PyTorch's and Hugging Face's, which rounds the rows; under autocast three of the four have results of their
     input's dtype.
@@ -215,12 +208,11 @@ def test_both_kinds_of_norm_in_16_bits(kind: str) -> None:
         captured = admitted(capture(model, args), FULL, liger=True)
         made = [call for t in captured.program.tasks for call in t.calls if t.variant == "liger_rms_norm.train"]
         rounded = [call.args[-1] for call in made if "liger" in call.op]
-        assert rounded == ([False, True, False, False] if kind == "bfloat16" else [False] * (4 - (kind == "autocast")))
-        scheduled = wrapped(
-            (model, args, kwargs), captured, by_liger(captured, in_place=True), autocast=kind == "autocast"
-        )
+        assert rounded == ([False, True, False, False] if kind == "bfloat16" else [False] * 3)
+        schedule, example = by_liger(captured, in_place=True), (model, args, kwargs)
+        scheduled = wrapped(example, captured, schedule, autocast=kind == "autocast", anew=False)
         plain, outcome = (run(each, args, kwargs) for each in (twin(model), scheduled))
-    assert 0.0 < max(plain.differences(outcome).values()) <= (1e-5 if kind == "float32" else 3e-2)
+    assert 0.0 < max(plain.differences(outcome).values()) <= 3e-2
 
 
 @pytest.mark.slow

@@ -70,8 +70,13 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("kind", list(NORMS))
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "autocast"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        *((kind, "float32") for kind in NORMS),
+        *((kind, dtype) for kind in ("torch", "spelled out", "one more") for dtype in ("bfloat16", "autocast")),
+    ],
+)
 def test_every_form_is_found_and_agrees(kind: str, dtype: str) -> None:
     model = _Plain(NORMS[kind]())
     x = torch.randn(2, 4, 8)

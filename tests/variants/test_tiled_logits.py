@@ -176,10 +176,9 @@ def check(model: Policy, parts: int, tolerance: float, args: tuple[Tensor, Tenso
             assert (one.double() - other.double()).norm() <= tolerance * one.double().norm()
 
 
-@pytest.mark.slow(every=4)
-@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.slow(every=3)
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)]
+    ("dtype", "tolerance", "parts"), [(torch.float64, 1e-12, min(PARTS)), (torch.bfloat16, 1e-2, max(PARTS))]
 )
 @pytest.mark.parametrize("loss", LOSSES)
 def test_results_and_gradients_are_those_of_the_whole(
@@ -189,12 +188,11 @@ def test_results_and_gradients_are_those_of_the_whole(
     check(Policy(loss).to(dtype), parts, tolerance, example())
 
 
-@pytest.mark.slow(but=["frozen-4"])
-@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.slow(but=["frozen"])
 @pytest.mark.parametrize("kind", ["bias", "tied", "frozen"])
-def test_heads_with_a_bias_tied_and_frozen(kind: str, parts: int) -> None:
+def test_heads_with_a_bias_tied_and_frozen(kind: str) -> None:
     torch.manual_seed(0)
-    check(Policy(with_entropy_in_chunks, **{kind: True}), parts, 1e-5, example())
+    check(Policy(with_entropy_in_chunks, **{kind: True}), PARTS[0], 1e-5, example())
 
 
 class Adapted(nn.Linear):
@@ -224,7 +222,7 @@ def test_fewer_rows_than_parts_have_the_same_program_and_the_same_gradients() ->
     check(model, max(PARTS), 1e-5, small)
 
 
-@pytest.mark.parametrize("loss", [shifted_by_temperature, with_entropy_in_chunks, divergence])
+@pytest.mark.parametrize("loss", [shifted_by_temperature, divergence])
 def test_logits_never_exist_at_once(loss: Loss) -> None:
     model, args = Policy(loss), example()
     captured = admitted(capture(model, args), FULL)

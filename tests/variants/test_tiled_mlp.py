@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from itertools import cycle
 
 import pytest
 import torch
@@ -89,8 +88,10 @@ def test_every_mlp_is_found(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "variant", "dtype", "within"),
     [
-        *((kind, variant, torch.float64, 1e-13) for kind in KINDS for variant in VARIANTS),
-        *((kind, variant, torch.bfloat16, 1e-2) for kind, variant in zip(KINDS, cycle(VARIANTS), strict=False)),
+        ("gated", VARIANTS[0], torch.float64, 1e-13),
+        *((kind, variant, torch.float64, 1e-13) for kind in KINDS for variant in VARIANTS[1:]),
+        ("gated", VARIANTS[1], torch.bfloat16, 1e-2),
+        ("gelu", VARIANTS[2], torch.bfloat16, 1e-2),
     ],
 )
 def test_gradients_are_those_of_the_whole(kind: str, variant: str, dtype: torch.dtype, within: float) -> None:

@@ -14,7 +14,6 @@ from replays import FULL
 from taking import error_of, taking
 from torch import nn
 
-from benchmarks.modes import MONET_MODES
 from monet_like.capture.captured import Captured
 from monet_like.capture.lower.step import capture
 from monet_like.ir.mode import parse_mode
@@ -39,7 +38,7 @@ def tasks_of(captured: Captured) -> tuple[Task, ...]:
     return captured.program.every_task()
 
 
-@pytest.mark.slow(but=["activations-wanted6"])
+@pytest.mark.slow(but=["activations-wanted5"])
 @pytest.mark.parametrize(
     ("name", "wanted"),
     [
@@ -56,7 +55,6 @@ def tasks_of(captured: Captured) -> tuple[Task, ...]:
             },
         ),
         ("decoder", {f"rms_norm.{what}": 4 for what in ("train", "apply", "backward")}),
-        ("efficientnet_b0", {"batch_norm_silu.train": 9, "batch_norm.apply": 13, "batch_norm_silu.backward": 9}),
         (
             "activations",
             {
@@ -64,7 +62,8 @@ def tasks_of(captured: Captured) -> tuple[Task, ...]:
                 for name in ("leaky_relu", "hardswish", "silu")
                 for what in ("apply", "backward")
             }
-            | {"batch_norm_add_leaky_relu.train": 1, "leaky_relu.packed": 2, "hardsigmoid.packed": 1, "pool.packed": 1},
+            | {"batch_norm_silu.train": 1, "batch_norm_add_leaky_relu.train": 1}
+            | {"leaky_relu.packed": 2, "hardsigmoid.packed": 1, "pool.packed": 1},
         ),
     ],
 )
@@ -123,7 +122,7 @@ def test_gradients_of_batch_norm_and_its_relu_are_one_slot() -> None:
 
 
 @pytest.mark.slow(but=["inplace_conv_multiway_newnode"])
-@pytest.mark.parametrize("mode", MONET_MODES)
+@pytest.mark.parametrize("mode", ["normal", "conv_normal", "inplace_multiway", "newnode", FULL])
 def test_a_mode_admits_what_its_words_name(mode: str) -> None:
     captured, words = captured_alone("mobilenet_v2"), parse_mode(mode)
     everything = Counter((t.variant, t.word) for t in tasks_of(with_variants(captured, words)))
@@ -162,30 +161,6 @@ def test_one_batch_norm_takes_an_addition_along(share: bool) -> None:
     # Where the first operand is read elsewhere too, it has to exist, and the second one takes the addition.
     assert found["batch_norm_add_clamp.train"] == found["batch_norm_add_clamp.apply"] == 1
     assert found["batch_norm.apply"] == 2
-
-
-def test_elementwise_gradients_are_written_in_place() -> None:
-    class Activations(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(5))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            act = (nn.functional.silu, nn.functional.gelu, torch.tanh, nn.functional.hardswish, torch.sigmoid)
-            for layer, function in zip(self.layers, act, strict=True):
-                x = function(layer(x))
-            return layer(x)
-
-    captured = with_variants(capture(Activations(), (torch.randn(4, 6),)))
-    ways = [way for slot in captured.program.slots for way in slot if way.variant == "in_place"]
-    assert sorted(way.calls[-1].op for way in ways) == [
-        "aten.gelu_backward.grad_input",
-        "aten.hardswish_backward.out",
-        "aten.sigmoid_backward.grad_input",
-        "aten.silu_backward.grad_input",
-        "aten.tanh_backward.grad_input",
-    ]
-    assert all(way.overwrites is not None and way.word == "inplace" for way in ways)
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch without oneDNN")
@@ -301,15 +276,16 @@ class _Dense(nn.Module):
 
 
 @pytest.mark.slow(every=3)
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize(
-    ("activation", "variant"),
+    ("activation", "variant", "layout"),
     [
-        (nn.ReLU(), "aten"),
-        (nn.ReLU(), "batch_norm_clamp.backward"),
-        (nn.LeakyReLU(), "batch_norm_leaky_relu.backward"),
-        (nn.Identity(), "aten"),
-        (nn.Tanh(), "batch_norm.backward_met"),
+        (nn.ReLU(), "aten", torch.contiguous_format),
+        (nn.ReLU(), "aten", torch.channels_last),
+        (nn.ReLU(), "batch_norm_clamp.backward", torch.contiguous_format),
+        (nn.ReLU(), "batch_norm_clamp.backward", torch.channels_last),
+        (nn.LeakyReLU(), "batch_norm_leaky_relu.backward", torch.contiguous_format),
+        (nn.Identity(), "aten", torch.contiguous_format),
+        (nn.Tanh(), "batch_norm.backward_met", torch.channels_last),
     ],
 )
 def test_gradients_that_meet_in_a_dense_block_are_one(
