@@ -93,7 +93,7 @@ def test_every_choice_has_the_bytes_of_a_ledger(seed: int, micro_batches: int) -
 
 
 @pytest.mark.slow(every=4)
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(8))
 def test_the_choice_is_the_best_of_all(seed: int) -> None:
     step, _ = step_of(seed)
     may = [p for p in itertools.product(*step.menus) if bytes_on_host(step, p) <= step.host_bytes]

@@ -84,13 +84,13 @@ def fewest_bytes_of_all_segmentations(reads: list[frozenset[int]], weights: list
 
 def test_ogc_is_the_best_of_all_segmentations() -> None:
     saving = 0
-    for seed in range(400):
+    for seed in range(100):
         reads, weights = random_graph(seed)
         kept, objective = best_vertices(reads, weights)
         assert objective == fewest_bytes_of_all_segmentations(reads, weights), seed
         assert sum(weights[v] for v in kept) <= objective
         saving += objective < sum(weights)
-    assert saving > 200
+    assert saving > 50
 
 
 @pytest.mark.slow

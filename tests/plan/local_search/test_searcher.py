@@ -62,12 +62,11 @@ def test_ample_budget_gives_the_fastest_ways_without_reruns(engine: str, monkeyp
 
 
 @pytest.mark.parametrize("engine", ["native", "python"])
-@pytest.mark.parametrize("share", [0.8, 0.6, 0.4])
-def test_local_search_fits_smaller_budgets(share: float, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_search_fits_a_smaller_budget(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if engine == "python":
         monkeypatch.setattr("monet_like.plan.local_search.native.library", lambda: None)
     program, costs = network(40)
-    budget = int(peak(program, costs) * share)
+    budget = int(peak(program, costs) * 0.4)
     schedule = find_start(Instance(program, costs), budget, evaluations=300)
     assert schedule is not None
     assert simulate(program, schedule, costs).peak_bytes <= budget
@@ -120,10 +119,9 @@ def test_crossover_joins_the_good_stretches_of_two_policies() -> None:
     assert searcher.crossover(one, one, budget).judgement == one.judgement
 
 
-@pytest.mark.parametrize(("depth", "most"), [(30, 1.7), (60, 2.5)])
-def test_steps_near_the_lowest_peak_are_at_most_a_few_times_slower(depth: int, most: float) -> None:
-    """Alone, annealing ends where every result is made anew for nearly every reader, at 7 and 11 times the seconds."""
-    program, costs = network(depth)
+def test_steps_near_the_lowest_peak_are_at_most_a_few_times_slower() -> None:
+    """Alone, annealing ends where every result is made anew for nearly every reader, at 7 times the seconds."""
+    program, costs = network(30)
     known = smallest_known(Instance(program, costs), evaluations=3000)
     assert known is not None
     budget = int(1.2 * known.report.peak_bytes)
@@ -131,7 +129,7 @@ def test_steps_near_the_lowest_peak_are_at_most_a_few_times_slower(depth: int, m
     assert schedule is not None
     found = simulate(program, schedule, costs)
     assert found.peak_bytes <= budget
-    assert found.seconds < most * simulate(program, store_all(program), costs).seconds
+    assert found.seconds < 1.7 * simulate(program, store_all(program), costs).seconds
 
 
 def test_search_ends_with_its_best_schedule_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
