@@ -388,6 +388,13 @@ _OFFLOADING = [
     ("auto/rehearsal/counted.py", "if v not in call.held and given[storage] == 1", "if True", "auto/test_offloading_blocks.py::test_an_input_that_others_hold_is_not_offloaded"),
 ]  # fmt: skip
 
+_STREAM, _STREAMED = "runtime/streamed_weights.py", "auto/test_streamed_weights.py::{}"
+#: Slots for weights of blocks.
+_STREAMING = [
+    (_STREAM, "place.whole.copy_(host.whole, non_blocking=True)", "pass", _STREAMED.format("test_fifty_steps_are_equal_to_the_bit")),
+    (_STREAM, "[slot for slot in self._slots if slot.block not in self.running]", "[*self._slots]", _STREAMED.format("test_nothing_reads_a_slot_after_its_block[1-1-None]")),
+]  # fmt: skip
+
 _ON_HOST, _OF_MODELS = "compiler/offloading.py", "auto/test_offloading_models.py::{}"
 _WITHOUT = "compiler/test_copies_that_are_added.py::test_it_is_planned_without[{}]"
 #: Where whole models have copies on the host of their own accord.
@@ -479,6 +486,7 @@ def _listed() -> Iterator[Mutant]:
         *_KEPT,
         *_GUARDS,
         *_OFFLOADING,
+        *_STREAMING,
         *_OFFLOADING_MODELS,
         *_CHANNELS_LAST,
         *_CLOCKS,

@@ -114,9 +114,9 @@ def test_a_result_that_the_loop_does_not_keep_is_not_counted() -> None:
 
 @pytest.mark.slow
 def test_the_peak_holds_at_every_budget() -> None:
-    plain, x = Decoder(Layer, 4, 32), tokens(8, 64)
+    plain, x = Decoder(Layer, 2), tokens(8, 64)
     peaks = []
-    for budget in ("90%", "65%", "50%"):
+    for budget in ("90%", "65%"):
         mine = planned(copy.deepcopy(plain), x, budget)
         plan = plan_of(mine)
         assert_same_step(plain, mine, x)

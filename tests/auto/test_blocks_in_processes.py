@@ -100,11 +100,6 @@ def _sharded(rank: int, block: Callable[[int], nn.Module], budget: str, options:
             monet_like.auto_schedule(plain, blocks="layers.*")
 
 
-@pytest.mark.slow
-def test_sharded_blocks_keep_the_budget(tmp_path: Path) -> None:
-    together(tmp_path, _sharded, Short, "80%", {}, within_seconds=300.0)
-
-
 def _offloading(rank: int) -> None:
     """With a budget for which copies within a block alone do not do: see `test_offloading_blocks`."""
     plan_briefly()
@@ -202,7 +197,7 @@ MIXED = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
 
 
 @pytest.mark.slow
-def test_mixed_precision_in_more_processes(tmp_path: Path) -> None:
+def test_sharded_blocks_keep_the_budget_with_mixed_precision(tmp_path: Path) -> None:
     together(tmp_path, _sharded, Short, "75%", MIXED, processes=4)
 
 

@@ -158,21 +158,6 @@ def test_a_copy_of_the_model_captures_for_itself(captures: list[int]) -> None:
     assert_same_step(plain, mine, x)
 
 
-def test_an_outline_tells_tied_tensors_and_shared_memory() -> None:
-    outlines = []
-    for number in range(4):
-        layer = Scaled(8)
-        if number == 1:
-            layer.register_buffer("other", layer.shift)
-        if number == 2:
-            layer.register_buffer("other", layer.shift.view(-1))
-        if number == 3:
-            layer.register_buffer("other", torch.zeros(8))
-        outlines.append(outline_of(layer))
-    assert all(one != other for n, one in enumerate(outlines) for other in outlines[:n])
-    assert outline_of(Scaled(8)) == outlines[0] is not None
-
-
 def test_blocks_with_sparse_tensors_have_no_outline() -> None:
     layer = Scaled(8)
     layer.register_buffer("table", torch.eye(8).to_sparse())

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from block_models import loss_of, plan_briefly, plan_of, train
 from processes import together
-from streamed_models import adapted_decoder
+from streamed_models import adapted_decoder, adapted_short
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -29,6 +29,10 @@ from monet_like.runtime import frozen_weights as weights_of
 
 pytestmark = pytest.mark.slow
 OPTIONS: dict[str, Any] = {"exact": True, "effort": "quick", "loss": loss_of, "memory_budget": "80%", "weights": "auto"}
+
+
+def decoder() -> nn.Module:
+    return adapted_decoder(block=adapted_short)
 
 
 def batch_of(rank: int) -> torch.Tensor:
@@ -67,7 +71,7 @@ def trained(model: Any, x: torch.Tensor) -> list[Any]:
 def _replicated(rank: int, order: str) -> None:
     plan_briefly()
     streamed.host_rate = lambda _: 1e9 * (1 + rank)  # each process measures another one
-    plain, x = adapted_decoder(), batch_of(rank)
+    plain, x = decoder(), batch_of(rank)
     mine = ORDERS[order](copy.deepcopy(plain), x)
     found, expected = trained(mine, x), trained(replicated(plain), x)
     assert len(found) == len(expected) > 8
@@ -102,21 +106,21 @@ def _refused(rank: int) -> None:
     plan_briefly()
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
     x = batch_of(rank)
-    other = adapted_decoder()
+    other = decoder()
     with torch.no_grad():
         other.layers[1].up.base.weight[3, 4] += rank
-    with pytest.raises(UsageError, match=r"the frozen weight weight of 16384 bytes is another one in rank 0 than in"):
+    with pytest.raises(UsageError, match=r"the frozen weight weight of 8192 bytes is another one in rank 0 than in"):
         monet_like.auto_schedule(other, x, **OPTIONS)
     available, own = weights_of.available_bytes, sum(p.nbytes for p in other.layers.parameters() if not p.requires_grad)
     weights_of.available_bytes = lambda: int(1.5 * own)
     with pytest.raises(MonetError, match=r"weights of .* in 2 processes are to be kept in memory of the host"):
-        monet_like.auto_schedule(adapted_decoder(), x, **OPTIONS)
+        monet_like.auto_schedule(decoder(), x, **OPTIONS)
     weights_of.available_bytes = available
     with pytest.raises(UsageError, match="weights that are whole in each process, and FSDPDecoder is sharded"):
-        train(sharded(monet_like.auto_schedule(adapted_decoder(), **OPTIONS)), x)
+        train(sharded(monet_like.auto_schedule(decoder(), **OPTIONS)), x)
     with pytest.raises(UsageError, match="is sharded already; call auto_schedule first"):
-        monet_like.auto_schedule(sharded(adapted_decoder()), **OPTIONS)
-    planned = monet_like.auto_schedule(adapted_decoder(), x, **OPTIONS)
+        monet_like.auto_schedule(sharded(decoder()), **OPTIONS)
+    planned = monet_like.auto_schedule(decoder(), x, **OPTIONS)
     with pytest.raises(UsageError, match="was sharded by fully_shard after its schedule was planned"):
         train(sharded(planned), x)
 

@@ -91,8 +91,8 @@ def test_fifty_steps_are_equal_to_the_bit(scheduled: nn.Module) -> None:
     assert made.ring_bytes == 2 * made.slot_bytes and len(made.weights) == 4
 
 
-@pytest.mark.slow(but=["3-2-blocks2"])
-@pytest.mark.parametrize(("slots", "ahead", "blocks"), [(1, 1, None), (2, 1, None), (3, 2, (0, 2, 3)), (2, 4, (3,))])
+@pytest.mark.slow(but=["3-2-blocks1"])
+@pytest.mark.parametrize(("slots", "ahead", "blocks"), [(1, 1, None), (3, 2, (0, 2, 3))])
 def test_nothing_reads_a_slot_after_its_block(
     scheduled: nn.Module, poisoned: None, slots: int, ahead: int, blocks: Any
 ) -> None:
@@ -247,38 +247,6 @@ def test_weights_are_never_twice_on_the_host(scheduled: nn.Module, mapped: bool,
     for number, block in enumerate(blocks_of(mine)):
         block._streamed = Streamed(made, number)
     assert_same_step(plain, mine, x)
-
-
-def no_copy(self: WeightStream, slot: Any, block: int) -> Any:
-    """The fault: a slot is said to have a block's weights, and nothing was copied."""
-    slot.block, slot.versions = block, self.versions(block)
-    return slot
-
-
-def too_early(of: int) -> Callable[..., Any]:
-    """The fault: the slot of a block is given to the next one while the block runs."""
-    come = WeightStream._come
-
-    def early(self: WeightStream, block: int, stage: Any, trains: bool) -> Any:
-        slot = come(self, block, stage, trains)
-        if block == of:
-            other = (block + 1) % 4
-            for place, source in zip(slot.places[other], self._host[other], strict=True):
-                place.whole.copy_(source.whole)
-        return slot
-
-    return early
-
-
-@pytest.mark.slow(but=["the first"])
-@pytest.mark.parametrize("fault", ["no copy", "the first", "the last"])
-def test_faults_are_seen(scheduled: nn.Module, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    resident, mine, _ = pair(scheduled)
-    name = "_fill" if fault == "no copy" else "_come"
-    of = {"no copy": no_copy, "the first": too_early(0), "the last": too_early(3)}[fault]
-    monkeypatch.setattr(WeightStream, name, of)
-    with pytest.raises(AssertionError):
-        assert_same_step(resident, mine, tokens(4, 8))
 
 
 def test_the_plan_streams_what_does_not_fit() -> None:

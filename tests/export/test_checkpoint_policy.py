@@ -67,30 +67,14 @@ class Layered(nn.Module):
         return self.after(x)
 
 
-class Patches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cut = nn.Conv2d(3, 32, 4, stride=4)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return self.cut(images).flatten(2).transpose(1, 2)
-
-
-def block(causal: bool = True) -> nn.Module:
-    return Block(32, 4, causal=causal, tanh=False, dropout=0.1)
+def block() -> nn.Module:
+    return Block(32, 4, causal=True, tanh=False, dropout=0.1)
 
 
 def decoder() -> tuple[Layered, torch.Tensor]:
     torch.manual_seed(0)
     model = Layered(nn.Embedding(50, 32), [block() for _ in range(4)], nn.Linear(32, 50))
     return model, torch.randint(0, 50, (8, 64), generator=torch.Generator().manual_seed(1))
-
-
-def vit() -> tuple[Layered, torch.Tensor]:
-    torch.manual_seed(0)
-    head = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 10))
-    model = Layered(Patches(), [block(causal=False) for _ in range(4)], head)
-    return model, torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 
 
 def resnet() -> tuple[Layered, torch.Tensor]:
@@ -101,7 +85,7 @@ def resnet() -> tuple[Layered, torch.Tensor]:
     return model, torch.randn(8, 3, 24, 24, generator=torch.Generator().manual_seed(1))
 
 
-NETS: dict[str, Callable[[], tuple[Layered, torch.Tensor]]] = {"decoder": decoder, "vit": vit, "resnet": resnet}
+NETS: dict[str, Callable[[], tuple[Layered, torch.Tensor]]] = {"decoder": decoder, "resnet": resnet}
 
 
 def solved(model: nn.Module, x: torch.Tensor, budget: str) -> SolvedPlan:
@@ -125,9 +109,7 @@ def different(one: list[torch.Tensor], other: list[torch.Tensor]) -> int:
 
 
 @pytest.mark.slow(but=["decoder-60%"])
-@pytest.mark.parametrize(
-    ("net", "budget"), [("decoder", "60%"), ("vit", "50%"), ("resnet", "75%")], ids=lambda word: word
-)
+@pytest.mark.parametrize(("net", "budget"), [("decoder", "60%"), ("resnet", "75%")], ids=lambda word: word)
 def test_a_step_equals_plain_pytorchs_and_its_peak_the_prediction(net: str, budget: str) -> None:
     model, x = NETS[net]()
     plain = copy.deepcopy(model)
@@ -300,7 +282,7 @@ class Intermediate(nn.Module):
 
 
 @pytest.mark.slow(but=["70%"])
-@pytest.mark.parametrize("budget", ["95%", "85%", "70%"])
+@pytest.mark.parametrize("budget", ["95%", "70%"])
 def test_results_that_are_changed_in_place_are_right(budget: str) -> None:
     torch.manual_seed(0)
     model = Layered(nn.Linear(64, 64), [Intermediate() for _ in range(4)], nn.Linear(64, 8))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
@@ -42,6 +43,7 @@ def net() -> nn.Module:
     return space["Net"]()
 
 
+@functools.cache
 def solved(budget: str, mode: str) -> SolvedPlan:
     job = monet_like.problem(net(), torch.randn(8, 4, 32, 32), device="roofline:a100", mode=mode, verbose=False)
     return job.plan(budget, solver="heuristic")

@@ -242,13 +242,12 @@ def test_products_that_are_added_later_are_computed_where_they_stand(monkeypatch
     assert found > 1.1 * graph.peak_bytes
 
 
-@pytest.mark.slow(but=["rotations-65%"], rare=2)
+@pytest.mark.slow(but=["rotations-65%"])
 @pytest.mark.parametrize(
     ("name", "budget"),
     [
-        ("rotations", "100%"), ("rotations", "65%"), ("rotations", "60%"), ("activations", "100%"),
-        ("activations", "70%"), ("classifier", "100%"), ("decoder", "50%"), ("dropped", "100%"), ("dropped", "60%"),
-        ("dense", "100%"), ("dense", "70%"), ("attention", "100%"), ("strided", "100%"),
+        ("rotations", "100%"), ("rotations", "65%"), ("activations", "70%"), ("decoder", "50%"), ("dropped", "60%"),
+        ("dense", "70%"), ("strided", "100%"),
     ],
 )  # fmt: skip
 def test_a_step_needs_what_its_plan_says(name: str, budget: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[torch.Tensor, ...], list[
 }
 
 
+@functools.cache
 def asked_about(name: str) -> tuple[nn.Module, Question, Pieces]:
     make, inputs, _ = MODELS[name]
     with torch.device("meta"):
