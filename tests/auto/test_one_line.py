@@ -28,6 +28,13 @@ QUICK: dict[str, Any] = {"mode": EXACT, "effort": "quick", "verbose": False}
 Task = tuple[nn.Module, list[dict[str, Any]], Callable[[Any], torch.Tensor]]
 
 
+def resnet() -> Task:
+    import torchvision
+
+    model = torchvision.models.resnet50(num_classes=10)
+    return model, [{"x": torch.randn(2, 3, 32, 32)} for _ in range(2)], lambda logits: logits.square().mean()
+
+
 def tokens() -> dict[str, Any]:
     ids = torch.randint(0, 64, (2, 12))
     return {"input_ids": ids, "labels": ids}
@@ -104,13 +111,14 @@ def graphs() -> Task:
 @pytest.mark.parametrize(
     ("make", "parts"),
     [
+        (resnet, None),
         (llama, None),
         (lambda: mixtral("grouped_mm"), None),
         (lambda: mixtral("eager"), ["model.layers.0.self_attn", "model.layers.1.self_attn"]),
         (mask_rcnn, ["backbone"]),
         (graphs, ["encoder", "head"]),
     ],
-    ids=["llama", "moe", "moe with experts in Python", "mask_rcnn", "graphs"],
+    ids=["resnet", "llama", "moe", "moe with experts in Python", "mask_rcnn", "graphs"],
 )
 def test_one_line_serves(make: Callable[[], Task], parts: list[str] | None) -> None:
     torch.manual_seed(0)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -13,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from planning import ROOT, hard_problem, network, peak
-from random_programs import ProgramMaker
+from random_programs import ProgramMaker, best_seconds, random_program
 
 from monet_like.errors import InfeasibleError, SolverError, UsageError
 from monet_like.ir.program import Cost, Program
@@ -33,6 +35,31 @@ needs_cbc = pytest.mark.skipif("CBC" not in installed_solvers(), reason="CBC (Pu
 def answers_with(monkeypatch: pytest.MonkeyPatch, status: str, message: str = "") -> None:
     """No solver runs: each solve ends at once, with this status of HiGHS and without an incumbent."""
     monkeypatch.setattr(interface, "_run_child", lambda *_: {"status": status, "message": message, "x": None})
+
+
+@functools.cache
+def tried(seed: int, bytes_above: int) -> tuple[Program, dict[str, Cost], int, float | None]:
+    """A program, its costs, a budget, and the seconds of the best of all its schedules within the budget."""
+    program, costs = random_program(random.Random(seed), 4)
+    budget = program.resident_bytes + bytes_above
+    return program, costs, budget, best_seconds(program, costs, budget)
+
+
+@pytest.mark.parametrize("solver", ["HIGHS", pytest.param("cbc", marks=needs_cbc)])
+def test_solvers_find_the_best_of_all_schedules(solver: str) -> None:
+    planned = 0
+    for seed in range(400, 404):
+        program, costs, budget, wanted = tried(seed, 18)
+        if wanted is None:
+            with pytest.raises(InfeasibleError):
+                plan(program, costs, budget, solver=solver, gap=0.0, time_limit_seconds=20)
+            continue
+        found = plan(program, costs, budget, solver=solver, gap=0.0, time_limit_seconds=20, evaluations=0)
+        assert found.report.seconds == pytest.approx(wanted)
+        assert found.report.peak_bytes <= budget
+        assert found.status == "optimal"
+        planned += 1
+    assert planned >= 2
 
 
 @needs_cbc

@@ -20,7 +20,7 @@ from monet_like.plan.ilp.formulation import Formulation
 from monet_like.plan.instance import Instance
 
 
-@pytest.mark.parametrize("block", range(5))
+@pytest.mark.parametrize("block", range(10))
 def test_optimum_is_the_best_of_all_schedules(block: int) -> None:
     feasible = 0
     for seed in range(block * 32, block * 32 + 32):
