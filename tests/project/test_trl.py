@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from block_models import plan_briefly
 
 import monet_like
 from monet_like.integrations.huggingface import MemoryBudget
@@ -35,6 +36,7 @@ SIZES = {
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("MONET_LIKE_CACHE", str(tmp_path / "cache"))
+    plan_briefly(monkeypatch.setattr)
     # A vocabulary of 128 in four chunks, as one of 128 thousand in chunks of 32 thousand.
     monkeypatch.setattr("trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE", 32, raising=False)
     yield tmp_path

@@ -66,7 +66,7 @@ def test_a_plan_moves_no_more_than_torch_compile_within_its_peak(lowered: Lowere
 
 @pytest.mark.slow
 def test_plans_go_on_below_the_least_peak_of_torch_compile(lowered: Lowered) -> None:
-    shares = ["0.5", "peak of 0.5", "0.92 of 0.5", "0.85 of 0.5"]
+    shares = ["0.5", "peak of 0.5", "0.85 of 0.5"]
     _, *found = lowered(*(f"gpt2:{share}" for share in shares))
     assert [planned["seconds"] for planned in found] == sorted(planned["seconds"] for planned in found)
     assert all(planned["peak_bytes"] <= planned["budget_bytes"] for planned in found), found
