@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import convolutions
-import lowered
 import streamed
 import torch
 import torchvision
@@ -754,6 +753,15 @@ def saved(path: str) -> dict[str, Any]:
     return {}
 
 
+def compiled(asked: str) -> dict[str, Any]:
+    """What Inductor launches; with PyTorch 2.11 its modules use the GPU when they are loaded, and a process that does
+    cannot be forked.
+    """
+    import lowered
+
+    return lowered.compiled(asked)
+
+
 WHAT = {
     what.__name__: what
     for what in (
@@ -761,7 +769,7 @@ WHAT = {
         placed_loss, timed, by_rates, attention, saved, copies, live, out_of_memory, out_of_memory_in_blocks, card,
         moved, several_devices, cublas, streamed.races, streamed.two_streams, streamed.weights, streamed.larger,
         streamed.no_room, streamed.replicated, streamed.offloaded, streamed.offloading_blocks, convolutions.cudnn_calls,
-        offloads, graphed, capture_fails, lowered.compiled,
+        offloads, graphed, capture_fails, compiled,
     )
 }  # fmt: skip
 
