@@ -154,6 +154,8 @@ _CHECKS = [
     ("auto/block_calls.py", " or is_for_shapes(tensors_of((args, kwargs)))", "", "auto/test_real_loops.py::test_a_loop_trains_as_in_plain_pytorch[calls that pytorch records-blocks]"),
     ("capture/trace/known_values.py", '.to("cpu", copy=True)', "", "auto/test_fake_rehearsal.py::test_fakes_count_what_real_tensors_take[asks]"),
     ("auto/auto_schedule.py", "if _is_from_forward(error, self._model):", "if False:", "auto/test_found_parts.py::test_what_the_forward_raises_in_the_first_call_is_raised_as_it_is"),
+    ("auto/found_parts.py", "self.parts if other else self.candidates", "self.candidates", "auto/test_found_parts.py::test_an_expert_that_gets_rows_with_other_weights_alone_is_not_found"),
+    ("profile/task_inputs.py", "maker = self._for(task)\n            self.cache", "maker = self\n            self.cache", "profile/test_task_inputs.py::test_probabilities_and_indices_lie_where_operators_want_them"),
     ("auto/rehearsal/fake.py", "set_detect_anomaly(False)", "set_detect_anomaly(torch.is_anomaly_enabled())", "auto/test_fake_rehearsal.py::test_anomaly_detection_asks_no_fake_for_its_values"),
     ("auto/rehearsal/fake.py", "KnownValues(inputs) if", "KnownValues() if", "auto/test_fake_rehearsal.py::test_fakes_count_what_real_tensors_take[asks]"),
     ("auto/rehearsal/operators.py", 'self.device.type != "cpu" or ', "", "without_gpu/test_fake_gpu.py::test_the_allocator_sees_what_is_predicted"),

@@ -75,17 +75,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         of = slow.kwargs.get("rare", ())
         if name in of if not isinstance(of, int) else of == 1 or case % of:
             rare.add(item)
-    left_out = [item for item in items if item in rare or (not slow_too and item.get_closest_marker("slow"))]
-    left = set() if _asks_for_rare(config) else set(left_out)
+    left_out = {item for item in items if item in rare or (not slow_too and item.get_closest_marker("slow"))}
+    if _asks_for_rare(config):
+        left_out = set()
     seen.clear()
-    left_out = [item for item in items if item in left or _place(item, seen) % config.option.each]
-    config.hook.pytest_deselected(items=left_out)
-    left = set(left_out)
-    items[:] = [item for item in items if item not in left]
+    left_out |= {item for item in items if item not in left_out and _place(item, seen) % config.option.each}
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
 
 
 def _place(item: pytest.Item, seen: Counter[str]) -> int:
-    """Which case of its test it is; the next one is the next."""
+    """How many cases of its test were counted before, in ``seen``, where it is counted, too."""
     name = item.nodeid.partition("[")[0]
     seen[name] += 1
     return seen[name] - 1

@@ -168,7 +168,6 @@ class _Search:
         self.left_out = False
         self._started, self._tried, self._thread = time.monotonic(), 0, threading.get_ident()
         self._running: set[int] = set()
-        self._other = False  # whether what runs has other values than the step
 
     def check(self, like: tuple[Any, Any]) -> None:
         """Check that a part is to be captured."""
@@ -190,13 +189,13 @@ class _Search:
         Args:
             other: with other values in inputs and weights.
         """
-        self.left_out, self._other = self.left_out and other, other
+        self.left_out = self.left_out and other
         for part in self.parts.values():
             part.forget()
         args, kwargs = example
         state = State([self.model, example])
         try:
-            with quiet(), generators_restored(device_of(self.model, example)), self._intercepted():
+            with quiet(), generators_restored(device_of(self.model, example)), self._intercepted(other=other):
                 if other:
                     _turn_around(self.model, example)
                 without_hooks(self.model)
@@ -206,13 +205,18 @@ class _Search:
         finally:
             state.put_back()
 
-    def _intercepted(self) -> contextlib.AbstractContextManager[None]:
-        """Have stand-ins run where parts of the model are called."""
+    def _intercepted(self, *, other: bool) -> contextlib.AbstractContextManager[None]:
+        """Have stand-ins run where parts of the model are called.
+
+        Args:
+            other: only those that the step itself has called.
+        """
         own = nn.Module.__call__
 
         def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             name = self.names.get(id(module), "")
-            if name not in self.candidates or id(module) in self._running or not torch.is_grad_enabled():
+            known = self.parts if other else self.candidates
+            if name not in known or id(module) in self._running or not torch.is_grad_enabled():
                 return own(module, *args, **kwargs)
             return self._called(name, module, aside, own, args, kwargs)
 
@@ -229,8 +233,6 @@ class _Search:
         if (part is None or not part.found) and threading.get_ident() != self._thread:
             return own(module, *args, **kwargs)  # autograd's, for which the search waits: it cannot capture
         if part is None:
-            if self._other:
-                return own(module, *args, **kwargs)  # the step itself may not call it
             part = self.parts[name] = _Part(self._block(name, module))
         if part.refused or part.block is None:
             return own(module, *args, **kwargs)
