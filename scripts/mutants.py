@@ -5,8 +5,8 @@
     python -m scripts.mutants --every 20      # each twentieth
 
 A fault is a replaced text, mostly a check that is left out: a part of a step's key, a guard, a refusal.
-`scripts/mutants_list.py` has them. No file is changed: a process imports the package with the text replaced. Every test
-is run once without a fault, and must pass.
+`scripts/mutants_list.py` has them. They are planted in a copy of the checkout, so that the processes that a test starts
+have them, too. Every test is run once without a fault, and must pass.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import shutil
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from contextlib import contextmanager
 from pathlib import Path
-from types import CodeType, ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from scripts.mutants_list import MUTANTS, Mutant
 
@@ -51,57 +51,62 @@ class Outcome(NamedTuple):
     seconds: float
 
 
-class Planted(SourceFileLoader):
-    """Finds and loads the module of a mutant, with its text replaced."""
-
-    def __init__(self, mutant: Mutant) -> None:
-        self.mutant = mutant
-        super().__init__("monet_like." + mutant.file.removesuffix(".py").replace("/", "."), str(source(mutant)))
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """The module's usual spec with this loader; None for other modules."""
-        if name != self.name or (found := PathFinder.find_spec(name, path)) is None:
-            return None
-        found.loader = self
-        return found
-
-    def get_code(self, fullname: str) -> CodeType:
-        """The replaced text, compiled."""
-        text = Path(self.path).read_text().replace(self.mutant.text, self.mutant.instead)
-        return compile(text, self.path, "exec", dont_inherit=True)
-
-
 def source(mutant: Mutant) -> Path:
     """The file that a mutant changes."""
     return ROOT / "monet_like" / mutant.file
 
 
-def run(test: str, mutant: Mutant | None = None) -> Outcome:
-    """Run a test in a fork of this process, with a fault or without."""
+@contextmanager
+def copied() -> Iterator[Path]:
+    """A copy of the checkout: of the package and the tests; all else by links."""
+    with tempfile.TemporaryDirectory() as name:
+        copy = Path(name).resolve()
+        for path in ROOT.iterdir():
+            if path.name in ("monet_like", "tests"):
+                shutil.copytree(path, copy / path.name)
+            elif path.is_dir():
+                (copy / path.name).symlink_to(path)
+            else:
+                shutil.copy2(path, copy)
+        yield copy
+
+
+@contextmanager
+def planted(mutant: Mutant, copy: Path) -> Iterator[None]:
+    """The fault is in the copy."""
+    path = copy / source(mutant).relative_to(ROOT)
+    path.write_text(path.read_text().replace(mutant.text, mutant.instead))
+    try:
+        yield
+    finally:
+        shutil.copy2(source(mutant), path)
+
+
+def run(test: str, copy: Path) -> Outcome:
+    """Run a test of a copy of the checkout in a fork of this process."""
     began = time.monotonic()
     with tempfile.TemporaryFile("w+") as output:
         child = os.fork()
         if child == 0:
-            _run_here(test, mutant, output.fileno())
+            _run_here(test, copy, output.fileno())
         code = _waited(child)
         output.seek(0)
         lines = [line for line in output.read().splitlines() if line.startswith(("E  ", "ERROR", "ImportError"))]
     return Outcome(code, lines[0][1:].strip()[:110] if lines else "", time.monotonic() - began)
 
 
-def _run_here(test: str, mutant: Mutant | None, output: int) -> None:
+def _run_here(test: str, copy: Path, output: int) -> None:
     """Run a test in this process, and end it with pytest's exit code."""
     os.setsid()  # so that a test that hangs ends with its own processes
     os.dup2(output, 1)
     os.dup2(output, 2)
-    if mutant is not None:
-        finder: Any = Planted(mutant)
-        sys.meta_path.insert(0, finder)
+    # A fault may be as long as what it replaces, and written in the same second: no compiled file tells them apart.
+    sys.dont_write_bytecode = True
+    os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(copy)}
+    sys.path[:] = [str(copy), *(path for path in sys.path if Path(path).resolve() != ROOT)]
+    os.chdir(copy)
     import pytest
 
-    os.chdir(ROOT)
     code = pytest.main(["-n", "0", "-x", "--no-header", "-p", "no:cacheprovider", f"tests/{test}"])
     sys.stdout.flush()
     os._exit(int(code))
@@ -124,17 +129,19 @@ def faults(mutants: Sequence[Mutant]) -> Iterator[str]:
     for name in HEAVY:
         importlib.import_module(name)
     passing: dict[str, Outcome] = {}
-    for mutant in mutants:
-        if mutant.test not in passing:
-            passing[mutant.test] = run(mutant.test)
-        if passing[mutant.test].code != 0:
-            yield f"{mutant.test} does not pass without a fault: {passing[mutant.test].told}"
-            continue
-        outcome = run(mutant.test, mutant)
-        word = {0: "SURVIVES", 1: "killed"}.get(outcome.code, f"NOT RUN, exit code {outcome.code}")
-        print(f"{word:9} {outcome.seconds:5.1f} s  {mutant}  [{outcome.told}]", flush=True)
-        if outcome.code != 1:
-            yield f"{word}: {mutant} ({mutant.test})"
+    with copied() as copy:
+        for mutant in mutants:
+            if mutant.test not in passing:
+                passing[mutant.test] = run(mutant.test, copy)
+            if passing[mutant.test].code != 0:
+                yield f"{mutant.test} does not pass without a fault: {passing[mutant.test].told}"
+                continue
+            with planted(mutant, copy):
+                outcome = run(mutant.test, copy)
+            word = {0: "SURVIVES", 1: "killed"}.get(outcome.code, f"NOT RUN, exit code {outcome.code}")
+            print(f"{word:9} {outcome.seconds:5.1f} s  {mutant}  [{outcome.told}]", flush=True)
+            if outcome.code != 1:
+                yield f"{word}: {mutant} ({mutant.test})"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -158,7 +158,6 @@ _CHECKS = [
     ("profile/task_inputs.py", "maker = self._for(task)\n            self.cache", "maker = self\n            self.cache", "profile/test_task_inputs.py::test_probabilities_and_indices_lie_where_operators_want_them"),
     ("auto/rehearsal/fake.py", "set_detect_anomaly(False)", "set_detect_anomaly(torch.is_anomaly_enabled())", "auto/test_fake_rehearsal.py::test_anomaly_detection_asks_no_fake_for_its_values"),
     ("auto/rehearsal/fake.py", "KnownValues(inputs) if", "KnownValues() if", "auto/test_fake_rehearsal.py::test_fakes_count_what_real_tensors_take[asks]"),
-    ("auto/rehearsal/operators.py", 'self.device.type != "cpu" or ', "", "without_gpu/test_fake_gpu.py::test_the_allocator_sees_what_is_predicted"),
     ("auto/rehearsal/plain.py", "resident += measured_bytes(device)", "pass", "without_gpu/test_fake_gpu.py::test_the_allocator_sees_what_is_predicted"),
     ("auto/rehearsal/plain.py", " or captured.on_several_devices", "", "without_gpu/test_fake_gpu.py::test_a_model_on_two_devices_is_planned_by_the_memory_of_both[cpu]"),
     ("variants/__init__.py", "{} if captured.on_several_devices else in_order()", "in_order()", "without_gpu/test_fake_gpu.py::test_a_model_on_two_devices_is_planned_by_the_memory_of_both[cpu]"),
