@@ -131,9 +131,13 @@ def test_some_mutants_are_killed() -> None:
 
 @pytest.mark.slow
 def test_a_fault_that_no_test_sees_is_told() -> None:
+    """And one that is in a process that the test starts is seen."""
     code = (
         "from scripts import mutants as m; test = 'replay/test_step_key.py::test_a_key_keeps_no_module_alive'; "
-        "print(*m.faults([m.Mutant('replay/checks/call_keys.py', 'tuple(map(_training, modules))', '()', test)]))"
+        "inside = 'ops/test_operators.py::test_importing_loads_neither_torch_nor_kernels'; "
+        "print(*m.faults([m.Mutant('replay/checks/call_keys.py', 'tuple(map(_training, modules))', '()', test), "
+        "m.Mutant('build.py', 'import sys\\n', 'import sys, torch\\n', inside)]))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert "SURVIVES: replay/checks/call_keys.py: tuple(map(_training, modules)) -> ()" in done.stdout, done.stderr
+    assert done.stdout.count("SURVIVES: ") == 1 == done.stdout.count("killed "), done.stdout + done.stderr
+    assert "SURVIVES: replay/checks/call_keys.py: tuple(map(_training, modules)) -> ()" in done.stdout
