@@ -371,7 +371,7 @@ _SHARED = [
 _CALLS = "runtime/offloaded_calls.py"
 _OWN_VALUES = "auto/test_offloading_blocks.py::test_each_backward_gets_its_own_values[0]"
 _LEDGER = "plan/test_offloading.py::test_every_choice_has_the_bytes_of_a_ledger[1-2]"
-_CHANGED = "auto/test_changed_in_place.py::test_steps_are_exact_and_need_what_is_predicted[-Dropped-residual-{}]"
+_CHANGED = "auto/test_changed_in_place.py::test_steps_are_exact_and_need_what_is_predicted[-Leaky-in_the_result-100%]"
 #: What blocks offload, and what they have copies of.
 _OFFLOADING = [
     (_CALLS, "last.sent()", "pass", _OWN_VALUES),
@@ -383,9 +383,12 @@ _OFFLOADING = [
     ("ir/step.py", "if not waiting or waiting.pop() != moment.running:", "if not waiting or not waiting.pop() + 1:", "plan/test_offloading.py::test_another_order_says_nothing_of_what_comes_next[0f 1f 0b 1b]"),
     ("plan/step/choice.py", "builder.fits(there, step.host_bytes)", "pass", "auto/test_offloading_blocks.py::test_no_more_is_offloaded_than_the_host_has_room_for"),
     ("plan/step/menus.py", "apart = sum(values[v].bytes for v in some if v in point.shared)", "apart = 0 * sum(values[v].bytes for v in some if v in point.shared)", "plan/test_offloading.py::test_points_of_a_chain_by_hand"),
-    (_CALLS, "_copy(own) if value in self._copied else own", "own", _CHANGED.format("85%")),
-    ("auto/rehearsal/stand_ins.py", "if version_of(tensor) != version", "if False", _CHANGED.format("85%")),
-    ("plan/step/menus.py", "if v in lone or v in copied]", "if v in lone]", _CHANGED.format("85%")),
+    (_CALLS, "_copy(own) if value in self._copied else own", "own", _CHANGED),
+    ("auto/rehearsal/stand_ins.py", "if version_of(tensor) != version", "if False", _CHANGED),
+    ("plan/step/menus.py", "if v in lone or v in copied]", "if v in lone]", _CHANGED),
+    ("inductor/partitioner.py", "(self.settings, compares, self._held_bytes)", "(self.settings, compares)", "inductor/test_second_start.py::test_a_second_start_plans_nothing"),
+    ("inductor/emission.py", 'f"{node.name}_of_group_{group}"', "node.name", "inductor/test_second_start.py::test_a_second_process_lowers_only_graphs_in_other_groups"),
+    ("inductor/partitioner.py", "if context is None or context.fw_metadata is None:", "if context is None:", "inductor/test_second_start.py::test_a_second_process_lowers_only_graphs_in_other_groups"),
     ("auto/rehearsal/counted.py", "if v not in call.held and given[storage] == 1", "if True", "auto/test_offloading_blocks.py::test_an_input_that_others_hold_is_not_offloaded"),
 ]  # fmt: skip
 

@@ -182,5 +182,6 @@ class _Emitter:
             return local[given] if given in local else self.now[given]
 
         made = self.graph.node_copy(node, there)
+        made._rename(f"{node.name}_of_group_{group}")  # Inductor's cache knows a graph by its code, which has no meta
         made.meta[GROUP] = group
         return made

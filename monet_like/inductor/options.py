@@ -29,7 +29,8 @@ def compile_options(
     ``torch.compile(model, options=monet_like.compile_options("8 GB"))``. Inductor's joint graph of forward and backward
     is planned: what is saved, and what is recomputed when and how often. Inductor then fuses and generates as it does
     otherwise. On a GPU PyTorch's own partition is taken instead where it fits and is priced below the plan. The options
-    serve one model: what one of its graphs holds, the next ones do not have.
+    serve one model: what one of its graphs holds, the next ones do not have. Plans are kept in the cache folder, so
+    another process neither times nor plans these graphs again.
 
     Args:
         memory_budget: of forward and backward: parameters, inputs, saved activations, gradients, workspaces. ``"8
@@ -71,6 +72,7 @@ def compile_options(
         )
     from .groups import grouped, ungrouped
     from .partitioner import PlannedPartitioner
+    from .passes import SchedulerPass
     from .planned_graph import Settings
     from .portfolio import OwnSettings
     from .rehearsal import SETTINGS
@@ -87,8 +89,8 @@ def compile_options(
     settings = {name: value for name, value in SETTINGS.items() if hasattr(config, name)}
     return {
         "custom_partitioner_fn": PlannedPartitioner(decides, planned),
-        "_pre_fusion_custom_pass": grouped,
-        "_post_fusion_custom_pass": ungrouped,
+        "_pre_fusion_custom_pass": SchedulerPass(grouped),
+        "_post_fusion_custom_pass": SchedulerPass(ungrouped),
         "post_grad_custom_pre_pass": OwnSettings({name: getattr(config, name) for name in settings}),
         **settings,
     }

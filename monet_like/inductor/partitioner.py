@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,10 +11,12 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
+from torch._guards import TracingContext
 from torch._inductor import config as inductor
+from torch._inductor.codecache import BypassFxGraphCache
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-from .._version import __version__
 from ..errors import InfeasibleError, UsageError
 from ..ir.program import Cost, Program
 from ..ir.schedule import Schedule
@@ -32,7 +33,9 @@ from .choice import Handed, fastest, partition_of
 from .emission import saved_nodes
 from .in_place import settled
 from .joint import read_joint
+from .kept_graphs import find, keep_graph, path_of
 from .kernels import Kernels, kernels_of
+from .passes import code_digest
 from .planned_graph import PlannedGraph, Settings, graph_key, nameless, point_of_call, step_of_calls
 from .portfolio import own_partition
 from .prices import prices
@@ -71,10 +74,7 @@ class PlannedPartitioner(CustomPartitionerFn):
         handed = Handed(gm, untouched, kernels, joint_inputs, kwargs)
         found = self._known(kernels)
         if found is None:
-            found = self._planned(kernels)
-            if joint.device.type == "cuda" and self.compares and inductor.custom_partitioner_fn is self:
-                planned = partial(self._replanned, found, kernels)
-                found = fastest(found, handed, planned, self.settings.calls, measured=self.settings.measured)
+            found = self._kept(handed)
             self.graphs.append(found)
         if found.share is not None:
             return own_partition(untouched, joint_inputs, found.share, kwargs)
@@ -101,6 +101,23 @@ class PlannedPartitioner(CustomPartitionerFn):
                 self.graphs[place] = replace(graph, equal=graph.equal + 1)
                 return graph
         return None
+
+    def _kept(self, handed: Handed) -> PlannedGraph:
+        """The plan in the cache, or one that is made now and kept."""
+        kernels = handed.kernels
+        device, calls = kernels.joint.device, self.settings.calls
+        compares = self.compares and device.type == "cuda" and inductor.custom_partitioner_fn is self
+        path = path_of(kernels.program, device, (self.settings, compares, self._held_bytes))
+        if not self.planned and (kept := find(path, kernels.program)) is not None:
+            return kept
+        found = self._planned(kernels)
+        if compares:
+            planned = partial(self._replanned, found, kernels)
+            found = fastest(found, handed, planned, calls, measured=self.settings.measured)
+        warned = compares and (found.way is None or found.room(calls) < 0)
+        if not self.planned and not warned:
+            keep_graph(path, found)
+        return found
 
     @property
     def _held_bytes(self) -> int:
@@ -200,12 +217,25 @@ class PlannedPartitioner(CustomPartitionerFn):
         """Itself: PyTorch copies its configuration, and all copies are to know the same graphs."""
         return self
 
+    def __reduce__(self) -> Any:
+        """What is in the key of Inductor's cache: not the graphs."""
+        return PlannedPartitioner, (self.settings, self.planned)
+
     def uuid(self) -> str:
-        """Changes with all that the next decision depends on."""
-        before = [(graph.budget_bytes, graph.held_bytes) for graph in self.graphs]
-        return hashlib.sha256(
-            f"{__version__} {torch.__version__} {self.settings} {self.planned} {before}".encode()
-        ).hexdigest()
+        """Changes with the code: of a graph that is partitioned Inductor's cache has all in its key.
+
+        Raises:
+            NotKept: of a joint graph, which has no place in AOTAutograd's cache. It would be taken from there without a
+                partitioner, and what it holds is not for later graphs.
+        """
+        context = TracingContext.try_get()
+        if context is None or context.fw_metadata is None:  # set as soon as there is a partition
+            raise NotKept("graphs are planned one after the other")
+        return code_digest()
+
+
+class NotKept(BypassAOTAutogradCache, BypassFxGraphCache):
+    """Has PyTorch compile a graph without its caches."""
 
 
 def _with_plan(graph: PlannedGraph, found: Plan, kernels: Kernels) -> PlannedGraph:

@@ -229,6 +229,7 @@ def planned(model: nn.Module, args: tuple[Any, ...], budget_bytes: int) -> dict[
     (graph,) = options["custom_partitioner_fn"].graphs
     said = [str(one.message) for one in caught if "the plan is not compared" in str(one.message)]
     told = {"predicted_bytes": graph.peak_bytes, "seconds": graph.seconds, "share": graph.share, "judged": ways}
+    told["found_by"] = graph.plan.found_by
     return {**found, **told, "budget_bytes": budget_bytes, "said": said}
 
 

@@ -140,17 +140,6 @@ def test_a_plan_has_as_many_copies_of_a_kernel_as_it_recomputes_it() -> None:
     assert groups == sorted(groups)
 
 
-def test_the_uuid_changes_with_the_budget_and_with_what_earlier_graphs_hold() -> None:
-    model, x = chain()
-    function, partitioner = partitioned(model, "70%")
-    before = partitioner.uuid()
-    assert before == partitioned(model, "70%")[1].uuid()
-    assert before != partitioned(model, "60%")[1].uuid()
-    assert before != partitioned(model, "70%", time_limit_seconds=5.0)[1].uuid()
-    function(x).backward()
-    assert partitioner.uuid() != before
-
-
 def test_what_cannot_be_planned_is_refused_in_words() -> None:
     model, x = chain()
     with pytest.raises(UsageError, match="extra_bytes"):

@@ -87,6 +87,14 @@ def test_memory_that_fusion_saves_is_planned_with(lowered: Lowered) -> None:
 
 
 @pytest.mark.slow
+def test_a_second_start_runs_the_same_and_judges_nothing(lowered: Lowered) -> None:
+    _, first, second = lowered("gated:1.0", *2 * ["gated:peak of 1.0"])
+    assert second.pop("found_by") == "cache" != first.pop("found_by")
+    assert first.pop("judged") and not second.pop("judged")
+    assert second == first
+
+
+@pytest.mark.slow
 def test_lost_fusion_is_seen(lowered: Lowered) -> None:
     compiled, planned = lowered("gated:1.0", "gated:unfused of 1.0")
     assert planned["moved_bytes"] > compiled["moved_bytes"] and planned["kernels"] > compiled["kernels"]
@@ -95,7 +103,8 @@ def test_lost_fusion_is_seen(lowered: Lowered) -> None:
 
 @pytest.mark.slow
 def test_a_plan_stands_where_inductor_cannot_write_code_in_advance(lowered: Lowered) -> None:
-    compiled, planned = lowered("gated:1.0", "gated:failing of 1.0")
+    compiled, planned, again = lowered("gated:1.0", *2 * ["gated:failing of 1.0"])
+    assert again == planned  # it is compared in the next process
     assert planned["judged"] == {} and planned["share"] is None
     assert planned["said"] == [
         "the plan is not compared with torch.compile's own partitions, because Inductor could not write their code: "

@@ -1,0 +1,104 @@
+"""Plans of joint graphs in the cache folder: the next process with the same graph and budget plans nothing."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..compiler.sources import keep
+from ..errors import ScheduleError, ScheduleFileError, warn_caller
+from ..files import cache_folder
+from ..ir.json_fields import read_file_as, write_lines
+from ..ir.program import Cost, Program
+from ..ir.schedule import Schedule
+from ..ir.simulate import simulate
+from ..plan import store_all
+from ..plan.result import Plan
+from ..profile.devices import device_name
+from ..profile.settings import settings_digest
+from .passes import code_digest
+from .planned_graph import PlannedGraph, graph_key
+from .portfolio import Way
+
+FORMAT, VERSION = "monet_like compiled graph", 1
+
+
+@dataclass(frozen=True)
+class KeptGraph:
+    """The content of a file: a `PlannedGraph` without what its program says.
+
+    Attributes:
+        costs: seconds and workspace bytes of kernels.
+    """
+
+    schedule: Schedule
+    costs: dict[str, tuple[float, int]]
+    budget_bytes: int
+    step_bytes: int
+    saved: tuple[str, ...]
+    saved_bytes: int
+    fused_within: int | None
+    way: Way | None
+
+    @staticmethod
+    def of(graph: PlannedGraph) -> KeptGraph:
+        """That of a plan."""
+        costs = {key: (cost.seconds, cost.workspace_bytes) for key, cost in graph.costs.items()}
+        return KeptGraph(
+            graph.schedule, costs, graph.budget_bytes, graph.step_bytes, graph.saved, graph.saved_bytes,
+            graph.fused_within, graph.way,
+        )  # fmt: skip
+
+    def planned(self, program: Program) -> PlannedGraph:
+        """The plan of a program.
+
+        Raises:
+            ScheduleError, LookupError: it is of another one.
+        """
+        costs = {key: Cost(*cost) for key, cost in self.costs.items()}
+        plan = Plan(self.schedule, simulate(program, self.schedule, costs), "feasible", found_by="cache")
+        plain = simulate(program, store_all(program), costs)
+        return PlannedGraph(
+            program, costs, plan, plain, self.budget_bytes, self.saved, self.saved_bytes, step_bytes=self.step_bytes,
+            fused_within=self.fused_within, way=self.way,
+        )  # fmt: skip
+
+    def save(self, path: Path) -> None:
+        """Write the file, whole or not at all."""
+        write_lines(path, {"format": FORMAT, "version": VERSION, **asdict(self)})
+
+
+def path_of(program: Program, device: torch.device, decides: tuple[Any, ...]) -> Path:
+    """The file of a graph's plan on a device, with its present settings and versions, and Inductor's.
+
+    Args:
+        decides: all else that the plan depends on, as plain data.
+    """
+    inductor = torch._inductor.config.save_config_portable()
+    settings = sorted((name, value) for name, value in inductor.items() if not callable(value))
+    key = (
+        VERSION, code_digest(), graph_key(program), decides, device_name(device), settings_digest(device),
+        torch._functorch.config.activation_memory_budget, settings,
+    )  # fmt: skip
+    return cache_folder() / f"graph_{hashlib.sha256(repr(key).encode()).hexdigest()[:24]}.json"
+
+
+def find(path: Path, program: Program) -> PlannedGraph | None:
+    """The plan in a file; None if there is none, with a warning where the file is damaged."""
+    if not path.exists():
+        return None
+    try:
+        return read_file_as(path, KeptGraph, "plan of a graph", FORMAT, VERSION, "delete it").planned(program)
+    except (ScheduleFileError, ScheduleError, LookupError) as error:
+        warn_caller(f"a compiled graph is planned anew: {error}")
+        return None
+
+
+def keep_graph(path: Path, graph: PlannedGraph) -> None:
+    """Keep a plan, unless its search was interrupted."""
+    if not graph.plan.interrupted:
+        keep(KeptGraph.of(graph), path)
