@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torchvision
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 from torchvision.models.efficientnet import MBConvConfig
 from torchvision.models.resnet import BasicBlock
 
@@ -167,6 +168,18 @@ class BatchNorms(nn.Module):
         return self.rows(y.mean(-1)).square().sum()
 
 
+class Flexible(nn.Module):
+    """Attention that compiles itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.joined = nn.Linear(64, 3 * 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        attended: Any = flex_attention(*self.joined(x).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4))
+        return attended.square().mean()
+
+
 def _norms() -> nn.Module:
     layers = nn.Linear(32, 32), nn.RMSNorm(32, elementwise_affine=False), nn.Linear(32, 8), nn.RMSNorm((6, 8))
     return nn.Sequential(nn.RMSNorm(32), *layers)
@@ -196,6 +209,7 @@ NETS: dict[str, Callable[[], Made]] = {
     "masked": lambda: (Grouped(), (torch.randn(2, 32, 64), torch.ones(32, 32, dtype=torch.bool).tril())),
     "written out": lambda: (WrittenOut(), (torch.randn(2, 8, 32),)),
     "binary loss": lambda: (BinaryLoss(), (torch.rand(4, 8),)),
+    "flexible": lambda: (Flexible(), (torch.randn(2, 32, 64),)),
 }
 #: Behind a model's name: its layout, the dtype of its parameters, and autocast, to bfloat16 unless it says float16.
 WORDS = ("channels_last", "autocast", "float16", "bfloat16")
@@ -205,7 +219,7 @@ CASES = [
     "unet channels_last bfloat16", "vit autocast", "shuffled channels_last", "shuffled channels_last autocast",
     "decoder of narrow heads", "decoder", "norms autocast", "decoder autocast", "decoder bfloat16",
     "decoder of padded heads bfloat16", "grouped", "grouped bfloat16", "masked", "written out autocast",
-    "binary loss autocast",
+    "binary loss autocast", "flexible",
 ]  # fmt: skip
 
 

@@ -30,6 +30,11 @@ OTHER_PARTS = (
 )
 #: Likewise, by a file that the error passes through.
 _ADVICE_FOR_FILES = {
+    "/torch/nn/attention/flex_attention.py": (
+        "its attention is flex_attention, which compiles code of its own and cannot be traced by shapes; take "
+        "scaled_dot_product_attention, with a mask if need be, or plan the parts around it: auto_schedule(model) finds "
+        "them, and blocks=[...] names them"
+    ),
     "/triton/": (
         "it launches a Triton kernel itself, as Liger's layers do, and a launch cannot be traced by shapes; take "
         "PyTorch's layers instead (for decoders there are variants in one pass and in tiles of our own), or put the "
