@@ -237,7 +237,7 @@ _P = "auto/block_plan.py"
 #: From a model with blocks to its kept plan.
 _KEPT = [
     ("auto/kept_plans.py", 'if content["sha256"] != digest_of_fields(', "if False and digest_of_fields(", "auto/test_kept_plans.py::test_no_changed_byte_is_read"),
-    ("auto/kept_pieces.py", 'if content.pop("sha256", None) != digest_of_fields(', "if digest_of_fields({}) == digest_of_fields(", _PIECES.format("test_damaged_files_are_found_out_anew_with_a_warning")),
+    ("ir/json_fields.py", 'if content.pop("sha256", None) != digest_of_fields(', "if digest_of_fields({}) == digest_of_fields(", _PIECES.format("test_damaged_files_are_found_out_anew_with_a_warning")),
     ("auto/block_menus.py", "if deadline.left():", "if True:", _PIECES.format("test_a_search_that_was_cut_short_and_scaled_costs_are_not_kept")),
     ("auto/block_menus.py", "if settings.quick and earlier is None:", "if settings.quick:", _PIECES.format("test_a_search_that_was_cut_short_and_scaled_costs_are_not_kept")),
     ("auto/kept_plans.py", "if isinstance(error.smallest, KeptPlan):", "if False:", "auto/test_kept_plans.py::test_the_budget_that_an_error_of_blocks_names_has_its_plan[quick]"),

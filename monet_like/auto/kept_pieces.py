@@ -7,7 +7,6 @@ budget, in a deeper model, as a block of one model and the whole of another. So 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,8 +17,8 @@ from ..compiler.costs import to_profile
 from ..compiler.prepared import Prepared
 from ..compiler.sources import keep
 from ..errors import ScheduleError, ScheduleFileError, warn_caller
-from ..files import cache_folder, write_atomically
-from ..ir.json_fields import digest_of_fields, read_as, read_headed
+from ..files import cache_folder
+from ..ir.json_fields import read_with_digest, write_with_digest
 from ..ir.profile_file import Profile
 from ..ir.program import REFUSED, Cost
 from ..ir.schedule import Schedule
@@ -70,13 +69,7 @@ class KeptPiece:
         Raises:
             ScheduleFileError: missing, damaged, of another format or version.
         """
-        content = read_headed(path, "piece", FORMAT, (VERSION,), "delete it")
-        try:
-            if content.pop("sha256", None) != digest_of_fields(content):
-                raise ValueError("its content has another digest than it says")
-            return read_as(content, KeptPiece)
-        except ValueError as error:
-            raise ScheduleFileError(f"{path} is damaged ({error}); delete it") from None
+        return read_with_digest(path, KeptPiece, "piece", FORMAT, VERSION)
 
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all, with what other processes have added to it meanwhile."""
@@ -87,8 +80,7 @@ class KeptPiece:
                 mine = KeptPiece({**other.costs, **self.costs}, {**other.menus, **self.menus})
             except ScheduleFileError:  # it is replaced
                 pass
-        content = {"format": FORMAT, "version": VERSION, **asdict(mine)}
-        write_atomically(path, json.dumps({**content, "sha256": digest_of_fields(content)}, indent=0).encode())
+        write_with_digest(path, {"format": FORMAT, "version": VERSION, **asdict(mine)})
 
     def profile(self, device: torch.device, known: Profile | None) -> Profile | None:
         """The costs, beside those that the device's store knows; these are better."""

@@ -21,7 +21,7 @@ from ..capture.captured import Captured
 from ..compiler.sources import keep
 from ..errors import InfeasibleError, ScheduleFileError, warn_caller
 from ..files import cache_folder, read_bytes
-from ..ir.json_fields import digest_of_fields, headed, read_as, write_lines
+from ..ir.json_fields import digest_of_fields, headed, read_as, write_with_digest
 from ..ir.schedule import Schedule
 from ..ir.schedule_file import InputSpec, ScheduleRecord
 from ..ir.step import Point, Step
@@ -168,7 +168,7 @@ class KeptPlan:
         content = headed(self, FORMAT, VERSION, without="records")
         content["promise"] = {name: value for name, value in vars(self.promise).items() if name != "points"}
         content |= {"schedules": schedules, "points": points, "pieces": pieces}
-        write_lines(path, {**content, "sha256": digest_of_fields(content)})
+        write_with_digest(path, content)
 
     @staticmethod
     def load(path: Path) -> KeptPlan:

@@ -12,7 +12,7 @@ import torch
 from ..compiler.sources import keep
 from ..errors import ScheduleError, ScheduleFileError, warn_caller
 from ..files import cache_folder
-from ..ir.json_fields import read_file_as, write_lines
+from ..ir.json_fields import read_with_digest, write_with_digest
 from ..ir.program import Cost, Program
 from ..ir.schedule import Schedule
 from ..ir.simulate import simulate
@@ -69,7 +69,7 @@ class KeptGraph:
 
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all."""
-        write_lines(path, {"format": FORMAT, "version": VERSION, **asdict(self)})
+        write_with_digest(path, {"format": FORMAT, "version": VERSION, **asdict(self)})
 
 
 def path_of(program: Program, device: torch.device, decides: tuple[Any, ...]) -> Path:
@@ -92,7 +92,7 @@ def find(path: Path, program: Program) -> PlannedGraph | None:
     if not path.exists():
         return None
     try:
-        return read_file_as(path, KeptGraph, "plan of a graph", FORMAT, VERSION, "delete it").planned(program)
+        return read_with_digest(path, KeptGraph, "plan of a graph", FORMAT, VERSION).planned(program)
     except (ScheduleFileError, ScheduleError, LookupError) as error:
         warn_caller(f"a compiled graph is planned anew: {error}")
         return None

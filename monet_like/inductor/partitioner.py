@@ -74,7 +74,7 @@ class PlannedPartitioner(CustomPartitionerFn):
         handed = Handed(gm, untouched, kernels, joint_inputs, kwargs)
         found = self._known(kernels)
         if found is None:
-            found = self._kept(handed)
+            found = self._planned(kernels) if self.planned else self._kept(handed)
             self.graphs.append(found)
         if found.share is not None:
             return own_partition(untouched, joint_inputs, found.share, kwargs)
@@ -108,14 +108,13 @@ class PlannedPartitioner(CustomPartitionerFn):
         device, calls = kernels.joint.device, self.settings.calls
         compares = self.compares and device.type == "cuda" and inductor.custom_partitioner_fn is self
         path = path_of(kernels.program, device, (self.settings, compares, self._held_bytes))
-        if not self.planned and (kept := find(path, kernels.program)) is not None:
+        if (kept := find(path, kernels.program)) is not None:
             return kept
         found = self._planned(kernels)
         if compares:
             planned = partial(self._replanned, found, kernels)
             found = fastest(found, handed, planned, calls, measured=self.settings.measured)
-        warned = compares and (found.way is None or found.room(calls) < 0)
-        if not self.planned and not warned:
+        if not compares or (found.way is not None and found.room(calls) >= 0):  # else a warning says what is wrong
             keep_graph(path, found)
         return found
 

@@ -1,4 +1,4 @@
-"""Passes of Inductor's scheduler that its cache of graphs knows: it keeps none that a plain function has changed."""
+"""Passes of Inductor's scheduler with an identity: graphs that a plain function has changed are not in its cache."""
 
 from __future__ import annotations
 

@@ -30,6 +30,11 @@ def write_lines(path: Path, content: Mapping[str, Any]) -> None:
     write_atomically(path, f"{{\n{members}\n}}\n".encode())
 
 
+def write_with_digest(path: Path, content: Mapping[str, Any]) -> None:
+    """As `write_lines`, with a digest of the content, by which `read_with_digest` notices a changed number."""
+    write_lines(path, {**content, "sha256": digest_of_fields(content)})
+
+
 def _plain(number: Any) -> Any:
     """A number of NumPy's, such as a solver gives, as Python's."""
     if isinstance(number, numbers.Real):
@@ -37,9 +42,9 @@ def _plain(number: Any) -> Any:
     raise TypeError(f"{type(number).__name__} is not plain data")
 
 
-def digest_of_fields(content: dict[str, Any]) -> str:
+def digest_of_fields(content: Mapping[str, Any]) -> str:
     """Of a file's content, so that a changed number is noticed."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=_plain).encode()).hexdigest()
 
 
 def read_headed(path: Path, what: str, form: str, versions: Sequence[int], advice: str) -> dict[str, Any]:
@@ -76,6 +81,21 @@ def read_file_as(path: Path, kind: type[_Read], what: str, form: str, version: i
         return read_as(content, kind)
     except ValueError as error:
         raise ScheduleFileError(f"{path} is no {what} of monet_like: {error}; {advice}") from error
+
+
+def read_with_digest(path: Path, kind: type[_Read], what: str, form: str, version: int) -> _Read:
+    """What `write_with_digest` has written; arguments as of `read_headed`.
+
+    Raises:
+        ScheduleFileError: missing, damaged, of another format or version.
+    """
+    content = read_headed(path, what, form, (version,), "delete it")
+    try:
+        if content.pop("sha256", None) != digest_of_fields(content):
+            raise ValueError("its content has another digest than it says")
+        return read_as(content, kind)
+    except ValueError as error:
+        raise ScheduleFileError(f"{path} is damaged ({error}); delete it") from None
 
 
 def read_as(content: Any, kind: type[_Read]) -> _Read:

@@ -19,6 +19,7 @@ from torch import nn
 import monet_like
 from monet_like.files import cache_folder
 from monet_like.inductor import choice
+from monet_like.ir.json_fields import digest_of_fields
 
 
 class Layer(nn.Module):
@@ -82,13 +83,18 @@ def test_a_second_start_plans_nothing() -> None:
     assert second["plans"] == first["plans"] and second["gradients"] == first["gradients"]
 
 
-@pytest.mark.parametrize("damage", ["{", '{"format": "monet_like compiled graph", "version": 1}', "shorter"])
+@pytest.mark.parametrize("damage", ["{", '{"format": "monet_like compiled graph", "version": 1}', "larger", "shorter"])
 def test_damaged_files_are_planned_anew(damage: str) -> None:
     first = started()
     for path in (files := [*cache_folder().glob("graph_*.json")]):
         content = json.loads(path.read_text())
-        content["schedule"]["forward"].pop()
-        path.write_text(json.dumps(content) if damage == "shorter" else damage)
+        if damage == "larger":  # a bit has changed
+            content["saved_bytes"] += 1
+        elif damage == "shorter":  # it is of another graph
+            del content["sha256"]
+            content["schedule"]["forward"].pop()
+            content["sha256"] = digest_of_fields(content)
+        path.write_text(json.dumps(content) if damage in ("larger", "shorter") else damage)
     with pytest.warns(UserWarning, match="a compiled graph is planned anew: "):
         again = started()
     assert len(files) == 3 and "cache" not in again["found"] and again["gradients"] == first["gradients"]
