@@ -476,6 +476,17 @@ _SEARCH = [
     ("zoo/registry.py", 'content.get("format") == SCHEDULE_FORMAT', 'content.get("format") != SCHEDULE_FORMAT', "zoo/test_zoo.py::test_every_file_is_whole_and_promises_what_the_registry_says"),
 ]  # fmt: skip
 
+_ORDERED = "replay/test_fusion_order.py::test_another_order_changes_no_number_and_keeps_to_the_budget[{}]"
+
+#: The order and the pieces of steps that Inductor compiles: (file, text, in its place, test).
+_FUSION = [
+    ("replay/fusion_order.py", "over = changed | taken", "over = set()", "replay/test_fusion_order.py::test_what_reads_a_value_runs_before_it_is_overwritten"),
+    ("replay/fusion_order.py", "_Step(None, 0, over)]", "_Step(None, 0)]", _ORDERED.format(31)),
+    ("ir/order.py", "            if v in written:", "            if v in start:", _ORDERED.format(33)),
+    ("replay/fusion.py", "room = self.limit_bytes - levels[0].before_bytes", "room = self.limit_bytes", _ORDERED.format(4)),
+    ("replay/fusion.py", "frozenset(lasting & written_values(tasks))", "frozenset()", "replay/test_fusion.py::test_batch_norm_moves_its_statistics_once_a_step"),
+]  # fmt: skip
+
 
 def _listed() -> Iterator[Mutant]:
     for text, instead, test in _CALL_KEYS:
@@ -496,6 +507,7 @@ def _listed() -> Iterator[Mutant]:
         *_CLOCKS,
         *_GRAPHS,
         *_SEARCH,
+        *_FUSION,
     ):
         yield Mutant(file, text, instead, test)
     for text, instead, test in _SHARED:

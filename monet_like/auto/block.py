@@ -333,11 +333,13 @@ class BlockSchedule(ScheduleWrapper):
         self, record: ScheduleRecord, captured: Captured, within: int | None, args: tuple[Any, ...],
         kwargs: dict[str, Any]
     ) -> CompiledStep:  # fmt: skip
-        shared, fused = self._block_shared, within is not None
-        step = shared.step(captured, record.schedule, fused=fused)
+        shared, plan = self._block_shared, self._block_plan
+        if within is not None and plan is not None:  # one block runs at a time, and has all that the plan leaves
+            within += max(0, plan.budget_bytes - plan.peak_bytes)
+        step = shared.step(captured, record.schedule, within)
         if step is None:
             step = super()._made(record, captured, within, args, kwargs)
-            shared.keep_step(captured, record.schedule, step, fused=fused)
+            shared.keep_step(captured, record.schedule, step, within)
         return step
 
     def _apply(self, fn: Any, *options: Any, **named: Any) -> Any:

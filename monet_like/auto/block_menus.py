@@ -291,8 +291,7 @@ def record_of(call: BlockCall, ready: Prepared, point: Point) -> ScheduleRecord:
     """The schedule file of a call of a block."""
     report = simulate(ready.captured.program, point.schedule, ready.costs)
     made = make_record(call.request, ready, Plan(point.schedule, report, "feasible"), report.peak_bytes)
-    # Bytes of the runs of a block alone say little. Its launches are made while the GPU runs the block before.
-    return replace(
-        made, inputs=call.inputs, layout=call.layout, run_bytes=(), offloaded=point.offloaded, seconds=report.seconds,
+    return replace(  # seconds without launches, which are made while the GPU runs the block before
+        made, inputs=call.inputs, layout=call.layout, offloaded=point.offloaded, seconds=report.seconds,
         plain_seconds=ready.plain.seconds,
     )  # fmt: skip

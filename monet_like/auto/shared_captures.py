@@ -40,13 +40,13 @@ class _Shared:
     Attributes:
         call: everything but the block that the capture depends on.
         outline: of the block.
-        steps: by schedule, and whether Inductor compiles pieces of it.
+        steps: by schedule, and the bytes within which Inductor compiles pieces of it; None: it compiles none.
     """
 
     call: Any
     outline: Any
     captured: Captured
-    steps: dict[tuple[Schedule, bool], CompiledStep] = field(default_factory=dict)
+    steps: dict[tuple[Schedule, int | None], CompiledStep] = field(default_factory=dict)
 
 
 class SharedCaptures:
@@ -89,15 +89,15 @@ class SharedCaptures:
         if self._of(captured) is None:
             self._found = [*self._found[1 - KEPT :], _Shared(call, outline, captured)]
 
-    def step(self, captured: Captured, schedule: Schedule, *, fused: bool) -> CompiledStep | None:
+    def step(self, captured: Captured, schedule: Schedule, within: int | None) -> CompiledStep | None:
         """The compiled step of an equal block by the same schedule, as an object of its own; None if there is none."""
         known = self._of(captured)
-        return copy.copy(known.steps.get((schedule, fused))) if known else None
+        return copy.copy(known.steps.get((schedule, within))) if known else None
 
-    def keep_step(self, captured: Captured, schedule: Schedule, step: CompiledStep, *, fused: bool) -> None:
+    def keep_step(self, captured: Captured, schedule: Schedule, step: CompiledStep, within: int | None) -> None:
         """Keep a compiled step for blocks that share its program."""
         if known := self._of(captured):
-            known.steps[schedule, fused] = copy.copy(step)
+            known.steps[schedule, within] = copy.copy(step)
 
     def _of(self, captured: Captured) -> _Shared | None:
         return next((known for known in self._found if known.captured is captured), None)

@@ -29,8 +29,8 @@ from ..runtime.questions import OtherAnswer
 FEW_BRANCHES = 8
 
 
-def written_residents(tasks: Sequence[Task], residents: Sequence[int]) -> tuple[int, ...]:
-    """Positions of the parameters, buffers and inputs that tasks write into."""
+def written_values(tasks: Sequence[Task]) -> set[int | str]:
+    """The values, and temporaries of tasks, that tasks write into in place."""
     found: set[int | str] = set()
     for call in (call for task in tasks for call in task.calls):
         schema, named = schema_of(call.op), dict(call.kwargs)
@@ -38,6 +38,12 @@ def written_residents(tasks: Sequence[Task], residents: Sequence[int]) -> tuple[
         given = [*call.args, *(named.get(argument.name) for argument in further)]
         for place in written_places(call.op, schema):
             found.update(leaf.name for leaf in pytree.tree_leaves(given[place : place + 1]) if isinstance(leaf, Ref))
+    return found
+
+
+def written_residents(tasks: Sequence[Task], residents: Sequence[int]) -> tuple[int, ...]:
+    """Positions of the parameters, buffers and inputs that tasks write into."""
+    found = written_values(tasks)
     return tuple(position for position, value in enumerate(residents) if value in found)
 
 

@@ -9,7 +9,8 @@ A piece is as long as this holds, and else is cut:
 * what exists before the piece, and what the compiled piece allocates while it runs, stay within the schedule's peak.
   That is measured when the piece is built. A value that is made and dies inside the piece may never exist.
 
-Operators that write in place write in place still: the graph computes the new contents and copies them back last.
+Operators that write in place write in place still: the graph computes the new contents and copies them back last,
+where anyone reads them later.
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ from ..ir.program import RESIDENT_KINDS, Call, Ref, Task, refs
 from ..profile.measure import allocated_peak
 from ..profile.task_inputs import Inputs
 from ..runtime.codegen import Block, liveness, needed_at_end
-from ..runtime.operators import results_of
-from .functional import functional, operators_of
+from ..runtime.operators import overload, results_of
+from .branches import written_values
+from .fusible import INLINED, declared, is_fusible, operators_of, target_of
+from .fusion_order import Level, in_fusion_order, levels_of, workspaces_of
+from .segments import Runs, Stretch, with_run_bytes
 
 #: Takes a list of tensors, which it empties, and returns fresh tensors.
 Compiled = Callable[[list[Any]], Sequence[torch.Tensor]]
@@ -47,6 +51,8 @@ class Fused:
         operators: calls of operators, views not counted, in the blocks as given.
         compiled: how many of these are in pieces.
         pieces, distinct: how many pieces there are, and how many of them differ.
+        peak_bytes: the most memory of the step, with pieces.
+        moved_bytes: what tasks and pieces read and write, each value once.
     """
 
     blocks: tuple[Block, ...]
@@ -55,25 +61,26 @@ class Fused:
     compiled: int
     pieces: int
     distinct: int
+    peak_bytes: int
+    moved_bytes: int
 
 
 @dataclass(frozen=True)
 class _Graph:
-    """The calls of a piece in functional form, its inputs and its outputs.
+    """The calls of a piece, its inputs and its outputs.
 
     Attributes:
-        calls: functional ones.
         inputs: values that exist before.
         outputs: values that it makes and that outlive it.
-        back: (input, what its contents become).
         same: (output, the input whose storage it takes over).
+        changed: inputs that it writes into and whose storage outlives it.
     """
 
     calls: tuple[Call, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    back: tuple[tuple[int, Ref], ...]
     same: tuple[tuple[int, int], ...]
+    changed: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -93,31 +100,54 @@ class _Piece:
 
 def fuse(
     captured: Captured,
-    blocks: Sequence[Block],
-    before_bytes: Sequence[int],
-    limit_bytes: int,
+    runs: Runs,
+    stretches: Sequence[Stretch],
+    cut_into: Callable[[Runs], Sequence[Block]],
+    within_bytes: int,
     told: Callable[[str, int, int], None] | None = None,
-) -> Fused:
-    """Compile all runs of fusible tasks in ``blocks``.
+) -> tuple[Runs, Fused]:
+    """The tasks of a step in the order in which they run, and their code with compiled pieces.
 
     Args:
-        before_bytes: for every task of all blocks in order, the bytes that exist when it begins.
-        limit_bytes: limit of the memory at any time.
+        runs: the tasks as planned.
+        stretches: of the segments.
+        cut_into: code of tasks.
+        within_bytes: limit of the memory at any time; if the values of the tasks take more, that is.
         told: called before each run with its first task, and how many tasks are done of how many.
     """
-    return _Fuser(captured, limit_bytes).run(blocks, before_bytes, told or (lambda *_: None))
+    program, known = captured.program, workspaces_of(captured.program, runs)
+    limit = max(within_bytes, *(level.bytes for level in levels_of(program, runs)))
+    orders: list[tuple[Runs, Sequence[int]]] = [(runs, known[0] if known else ())]
+    if known is not None:
+        ordered, workspaces = in_fusion_order(captured, runs, stretches, known[0], limit)
+        there = [level.bytes + known[1] for level in levels_of(program, ordered, workspaces)]
+        orders.insert(0, (with_run_bytes(ordered, there), workspaces))
+    pieces: dict[str, _Piece] = {}
+
+    def fused(ordered: Runs, workspaces: Sequence[int]) -> Fused:
+        levels = levels_of(program, ordered, workspaces)
+        return _Fuser(captured, limit, pieces).run(cut_into(ordered), levels, told or (lambda *_: None))
+
+    return best_of([(ordered, fused(ordered, workspaces)) for ordered, workspaces in orders], limit)
+
+
+def best_of(ways: Sequence[tuple[Runs, Fused]], limit_bytes: int) -> tuple[Runs, Fused]:
+    """The way that moves the fewest bytes of those that fit.
+
+    In another order results may exist that were to die within a piece, if Inductor or the memory did not permit that.
+    """
+    return min(ways, key=lambda way: (way[1].peak_bytes > limit_bytes, way[1].moved_bytes))
 
 
 class _Fuser:
     """Finds pieces and compiles them; equal pieces are compiled once."""
 
-    def __init__(self, captured: Captured, limit_bytes: int) -> None:
-        self.captured, self.limit_bytes = captured, limit_bytes
-        self.pieces: dict[str, _Piece] = {}
+    def __init__(self, captured: Captured, limit_bytes: int, pieces: dict[str, _Piece]) -> None:
+        self.captured, self.limit_bytes, self.pieces = captured, limit_bytes, pieces
         self.used: Counter[str] = Counter()
-        self.compiled = 0
+        self.compiled = self.peak_bytes = 0
 
-    def run(self, blocks: Sequence[Block], before_bytes: Sequence[int], told: Callable[[str, int, int], None]) -> Fused:
+    def run(self, blocks: Sequence[Block], levels: Sequence[Level], told: Callable[[str, int, int], None]) -> Fused:
         made: list[Block] = []
         done, total = 0, sum(len(block.tasks) for block in blocks)
         for block in blocks:
@@ -125,44 +155,52 @@ class _Fuser:
             tasks: list[Task] = []
             for start, stop in runs_of(block.tasks):
                 told(block.tasks[start].name, done + start, total)
-                before = before_bytes[done + start : done + stop]
-                tasks += self._tasks(block.tasks[start:stop], dying[start:stop], before)
+                there = levels[done + start : done + stop]
+                tasks += self._tasks(block.tasks[start:stop], dying[start:stop], there)
             made.append(replace(block, tasks=tuple(tasks)))
             done += len(block.tasks)
         functions: dict[str, Callable[..., Any]] = {_SAME: _same}
         functions.update((p.name, p.run) for p in self.pieces.values() if p.run is not None and p.name in self.used)
         operators = sum(operators_of(task) for block in blocks for task in block.tasks)
-        return Fused(tuple(made), functions, operators, self.compiled, sum(self.used.values()), len(self.used))
+        pieces, distinct = sum(self.used.values()), len(self.used)
+        ran = (task for block in made for task in block.tasks if operators_of(task))
+        moved = sum(self.captured.program.values[v].bytes for task in ran for v in {*task.reads, *task.writes})
+        return Fused(tuple(made), functions, operators, self.compiled, pieces, distinct, self.peak_bytes, moved)
 
-    def _tasks(
-        self, tasks: Sequence[Task], dying: Sequence[Sequence[int]], before_bytes: Sequence[int]
-    ) -> Sequence[Task]:
+    def _tasks(self, tasks: Sequence[Task], dying: Sequence[Sequence[int]], levels: Sequence[Level]) -> Sequence[Task]:
         """Replace tasks by one that calls a compiled piece; by several, or not at all, where that needs too much."""
         if not self._worthwhile(tasks):
-            return tasks
-        graph = _graph(tasks, {value for dead in dying for value in dead})
-        room = self.limit_bytes - before_bytes[0]
+            return self._left(tasks, levels)
+        values = self.captured.program.values
+        graph = _graph(tasks, {v for dead in dying for v in dead if values[v].kind not in RESIDENT_KINDS})
+        room = self.limit_bytes - levels[0].before_bytes
         fresh = {*graph.outputs} - {out for out, _ in graph.same}
-        if sum(self.captured.program.values[value].bytes for value in fresh) <= room:
+        if sum(values[value].bytes for value in fresh) <= room:
             piece = self._piece(graph)
             if piece.run is None:
-                return tasks
+                return self._left(tasks, levels)
             if piece.rise_bytes <= room:
+                self.peak_bytes = max(self.peak_bytes, levels[0].before_bytes + piece.rise_bytes)
                 self.used[piece.name] += 1
                 self.compiled += sum(map(operators_of, tasks))
                 known = [task.run_bytes for task in tasks if task.run_bytes is not None]
                 return (replace(_calling(piece.name, graph), run_bytes=max(known, default=None)),)
         if len(tasks) == 1:
-            return tasks
+            return self._left(tasks, levels)
         half = len(tasks) // 2
-        first = self._tasks(tasks[:half], dying[:half], before_bytes[:half])
-        return (*first, *self._tasks(tasks[half:], dying[half:], before_bytes[half:]))
+        first = self._tasks(tasks[:half], dying[:half], levels[:half])
+        return (*first, *self._tasks(tasks[half:], dying[half:], levels[half:]))
+
+    def _left(self, tasks: Sequence[Task], levels: Sequence[Level]) -> Sequence[Task]:
+        """Tasks that run as they are."""
+        self.peak_bytes = max(self.peak_bytes, *(level.bytes for level in levels))
+        return tasks
 
     def _worthwhile(self, tasks: Sequence[Task]) -> bool:
         """Whether fusion saves memory traffic: two of the operators touch the same tensor."""
         values = self.captured.program.values
         touched = Counter(value for task in tasks for value in (*task.reads, *task.writes))
-        return any(_fusible(task) and operators_of(task) > 1 for task in tasks) or any(
+        return any(is_fusible(task) and operators_of(task) > 1 for task in tasks) or any(
             count > 1 and values[value].bytes and values[value].kind not in RESIDENT_KINDS
             for value, count in touched.items()
         )
@@ -171,8 +209,8 @@ class _Fuser:
         """Compile a graph, or take the piece of an equal graph from the cache."""
         places = {out: place for place, out in enumerate(out for call in graph.calls for out in call.outs)}
         results = [places[Ref(value)] for value in graph.outputs]
-        back = [(graph.inputs.index(value), places[ref]) for value, ref in graph.back]
-        key = f"{cost_key(graph.calls, self.captured.metas)} -> {results}, {back}"
+        changed = sorted(map(graph.inputs.index, graph.changed))
+        key = f"{cost_key(graph.calls, self.captured.metas)} -> {results}, {changed}"
         if key not in self.pieces:
             run, rise = self._compiled(graph)
             self.pieces[key] = _Piece(run, f"{_PIECE}.{len(self.pieces)}", rise)
@@ -186,7 +224,8 @@ class _Fuser:
         with torch.no_grad(), torch._C._DisableAutocast():
             tensors = [_copy(made.make(value)) for value in graph.inputs]
             del made
-            run = compile_function(_function(graph, fresh), tensors)
+            changed = [value in graph.changed for value in graph.inputs]
+            run = compile_function(_function(graph, fresh), tensors, changed)
             results = run(list(tensors))
             storages = {t.untyped_storage()._cdata for t in (*tensors, *results)}
             alike = all(
@@ -222,7 +261,7 @@ def runs_of(tasks: Sequence[Task]) -> Iterator[tuple[int, int]]:
     start = 0
     touched: set[int] = set()
     for index, task in enumerate(tasks):
-        fusible = _fusible(task)
+        fusible = is_fusible(task)
         if index > start and (not fusible or not touched.isdisjoint(task.writes)):
             yield start, index
             start, touched = index, set()
@@ -234,43 +273,33 @@ def runs_of(tasks: Sequence[Task]) -> Iterator[tuple[int, int]]:
         yield start, len(tasks)
 
 
-def _fusible(task: Task) -> bool:
-    return all(functional(call, 0) for call in task.calls)
-
-
 def _graph(tasks: Sequence[Task], dying: set[int]) -> _Graph:
     """The graph of some tasks; values in ``dying`` are not needed after them."""
-    calls: list[Call] = []
+    calls = tuple(declared(call) for task in tasks for call in task.calls)
     inputs: dict[int, None] = {}
     made: dict[int, None] = {}
-    back: dict[int, Ref] = {}
     root: dict[int, int] = {}  # value -> the one whose storage it is in, where it was written in place
-    for place, call in enumerate(call for task in tasks for call in task.calls):
-        form = functional(call, place)
-        assert form is not None
-        calls.append(form.call)
+    for call in calls:
         inputs.update((ref.name, None) for ref in refs(call) if isinstance(ref.name, int) and ref.name not in made)
         made.update((out.name, None) for out in call.outs if out is not None and isinstance(out.name, int))
-        back.update(form.updates)
-        if form.target is not None:
+        target = target_of(call)
+        if target is not None and isinstance(target.name, int):
             (out,) = call.outs
             assert out is not None and isinstance(out.name, int)
-            root[out.name] = root.get(form.target, form.target)
+            root[out.name] = root.get(target.name, target.name)
     outputs = tuple(value for value in made if value not in dying)
     same = tuple((value, root[value]) for value in outputs if root.get(value) in inputs)
-    back.update((into, Ref(value)) for value, into in same)
-    return _Graph(tuple(calls), tuple(inputs), outputs, tuple(back.items()), same)
+    lasting = {*dict(same).values(), *(inputs.keys() - dying)}
+    return _Graph(calls, tuple(inputs), outputs, same, frozenset(lasting & written_values(tasks)))
 
 
 def _function(graph: _Graph, results: Sequence[int]) -> Callable[..., list[torch.Tensor]]:
-    """A graph as a function of its inputs."""
+    """A graph as a function of its inputs, which it may write into."""
 
     def function(*tensors: torch.Tensor) -> list[torch.Tensor]:
         known: dict[Ref | None, Any] = {Ref(value): tensor for value, tensor in zip(graph.inputs, tensors, strict=True)}
         for call in graph.calls:
             known.update(zip(call.outs, results_of(call, known), strict=True))
-        for value, ref in graph.back:
-            known[Ref(value)].copy_(known[ref])
         return [known[Ref(value)] for value in results]
 
     return function
@@ -305,14 +334,17 @@ def check_inductor(device: torch.device) -> None:
         ) from None
 
 
-def compile_function(function: Callable[..., list[torch.Tensor]], like: Sequence[torch.Tensor]) -> Compiled:
+def compile_function(
+    function: Callable[..., list[torch.Tensor]], like: Sequence[torch.Tensor], changed: Sequence[bool]
+) -> Compiled:
     """Compile ``function`` into generated kernels. Call the result without gradients and without autocast.
 
     Dynamo traces nothing, and no guard is checked when the result runs: who calls it answers for shapes and strides.
 
     Args:
-        function: of as many tensors as ``like``; may call any ATen operator, and ``copy_`` into its arguments last.
+        function: of as many tensors as ``like``; may call any ATen operator, and write into its arguments.
         like: tensors of the shapes, strides, dtypes and device that it will be called with.
+        changed: whether each argument is to have what the function writes into it; others may be left as they are.
 
     Returns:
         The compiled function. Its results have the strides that ``function`` gives them.
@@ -325,7 +357,13 @@ def compile_function(function: Callable[..., list[torch.Tensor]], like: Sequence
     mode = fake_mode()
     fakes = [mode.from_tensor(tensor, static_shapes=True) for tensor in like]
     with mode:
-        graph = make_fx(function, decomposition_table=select_decomp_table())(*fakes)
+        twins = {overload(name): twin for name, twin in INLINED.items()}
+        graph = make_fx(torch.func.functionalize(function), {**select_decomp_table(), **twins})(*fakes)
+    given = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    unused = {node for node, keeps in zip(given, changed, strict=True) if not keeps}
+    for node in [node for node in graph.graph.nodes if node.target is torch.ops.aten.copy_.default]:
+        if node.args[0] in unused:
+            graph.graph.erase_node(node)
     end: Any = graph.graph.output_node()
     # Results for the caller keep their strides; Inductor chooses the strides of all other tensors.
     end.meta["user_visible_output_idxs"] = list(range(len(end.args[0])))

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from ..capture.captured import Captured, Tensor
 from ..ir.program import Task, refs
 from ..ir.schedule import Schedule
-from ..ir.simulate import Free, simulate
 from ..runtime.batch_norm import backward_of
 from ..runtime.codegen import liveness
 
@@ -17,6 +16,8 @@ SEGMENTS = 24
 
 #: First slot, one past the last, and the gradients that are returned then: kind, index and tensor of each.
 Stretch = tuple[int, int, list[tuple[str, int, Tensor]]]
+#: Tasks of the forward, and of the segments of the backward.
+Runs = Sequence[tuple[Task, ...]]
 
 
 @dataclass(frozen=True)
@@ -127,18 +128,6 @@ def live_between(runs: Sequence[tuple[Task, ...]], stretches: Sequence[Stretch])
         live.append(liveness(tasks, needed)[1])
     live.reverse()
     return live
-
-
-def existing_bytes(captured: Captured, schedule: Schedule) -> tuple[list[int], int]:
-    """Bytes of the values alive when each task of a schedule begins, and the maximum over the step."""
-    program = captured.program
-    report = simulate(program, schedule, Free())
-    tasks = (*(program.tasks[i] for i in schedule.forward), *tasks_of(captured, schedule, 0, len(program.slots)))
-    before = []
-    for step, task in zip(report.steps, tasks, strict=True):
-        taken = 0 if task.overwrites is None else program.values[task.overwrites].bytes
-        before.append(step.bytes + taken - sum(program.values[v].bytes for v in task.writes))
-    return before, report.peak_bytes
 
 
 def _without_statistics(way: Task) -> Task:

@@ -315,7 +315,7 @@ class Stepping(StandIn):
         warn_of_liger(captured.program, record.schedule, captured.device, stacklevel=3)
         warn_of_checkpointing(self._model)
         fuses = self.backend == "inductor" and inputs == record.inputs
-        within = record.peak_bytes - record.extra_bytes if fuses else None
+        within = record.budget_bytes - record.extra_bytes if fuses else None
         kept = KeptStep.of(self._made(record, captured, within, args, kwargs), captured, self._model, record.offloaded)
         self._kept.add(key, kept)
         if len(self._kept) == MANY_STEPS:

@@ -10,6 +10,8 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import starmap
 from typing import Any, Protocol
 
 import torch
@@ -32,13 +34,13 @@ from .branches import undone_if_ended, written_residents
 from .checks.backward_checks import Asked, Hook, check_backward, inner_results, watch_results
 from .checks.one_pass import in_one_pass
 from .checks.transforms import own_tensors_alone
-from .functional import without_cudnn
+from .fusible import without_cudnn
 from .fusion import Fused, fuse
 from .graphs.model import ModelGraphs
 from .graphs.step import GraphedCall
 from .memory.arena import StepMemory
 from .missing_gradients import without_missing
-from .segments import Segment, cut, cut_alike, existing_bytes, live_between, tasks_of, with_run_bytes
+from .segments import Runs, Segment, Stretch, cut, cut_alike, live_between, tasks_of, with_run_bytes
 
 #: From saved values and incoming gradients to the gradients of one segment after the other.
 Backward = Callable[[list[Any]], Iterator[list[Any]]]
@@ -92,31 +94,27 @@ class CompiledStep:
         program = captured.program
         self.residents = (*(v for _, v in captured.parameters), *(v for _, v in captured.buffers), *captured.inputs)
         stretches = cut_alike(captured, schedule, segments) if segments else cut(captured, schedule)
-        runs = [tasks_of(captured, schedule, start, stop) for start, stop, _ in stretches]
-        forward, *runs = with_run_bytes([tuple(program.tasks[i] for i in schedule.forward), *runs], run_bytes)
-        live = live_between(runs, stretches)
-        outputs = _distinct(captured.outputs)
-        self.saved = tuple(v for v in live[0] if v not in program.tangents)
-        self.tangents = tuple((i, v) for i, v in enumerate(captured.tangents) if v is not None and v in live[0])
-        taken = {task.overwrites for tasks in runs for task in tasks}
-        self.overwritten = tuple(place for place, value in enumerate(self.saved) if value in taken)
-        live[0] = (*self.saved, *(v for _, v in self.tangents))
-        blocks = [Block(self.residents, forward, tuple((t.calls, t.ref) for t in outputs), self.saved)]
-        for (_, _, gradients), tasks, takes, carries in zip(stretches, runs, live, live[1:], strict=False):
-            blocks.append(Block(takes, tasks, tuple((t.calls, t.ref) for _, _, t in gradients), carries))
-        if fuse_within_bytes is not None:
-            blocks = without_cudnn(captured, blocks)
-        self.blocks = tuple(blocks)
-        self._partial: dict[frozenset[int], Backward] = {}
+        runs: Runs = [tasks_of(captured, schedule, start, stop) for start, stop, _ in stretches]
+        runs = with_run_bytes([tuple(program.tasks[i] for i in schedule.forward), *runs], run_bytes)
         functions: dict[str, Callable[..., Any]] = {}
-        if fuse_within_bytes is not None:
-            before, peak = existing_bytes(captured, schedule)
-            self.fused = fuse(captured, blocks, before, max(fuse_within_bytes, peak), told)
-            blocks, functions = list(self.fused.blocks), self.fused.functions
+        if fuse_within_bytes is None:
+            blocks = self.blocks = _blocks(captured, self.residents, runs, stretches)
+        else:
+            runs = [without_cudnn(captured, tasks) for tasks in runs]
+            cut_into = partial(_blocks, captured, self.residents, stretches=stretches)
+            runs, self.fused = fuse(captured, runs, stretches, cut_into, fuse_within_bytes, told)
+            self.blocks = cut_into(runs)
+            blocks, functions = self.fused.blocks, self.fused.functions
+        self.saved = blocks[0].carries
+        there = {*blocks[1].takes} if blocks[1:] else set()
+        self.tangents = tuple((i, v) for i, v in enumerate(captured.tangents) if v in there)
+        taken = {task.overwrites for tasks in runs[1:] for task in tasks}
+        self.overwritten = tuple(place for place, value in enumerate(self.saved) if value in taken)
+        self._partial: dict[frozenset[int], Backward] = {}
         asking = {ASK: Asking([answer.shown for answer in captured.answers])}
         self.forward = compile_block(blocks[0], "forward", {**functions, **asking}, watch)
         self.may_end = bool(captured.answers) or captured.effects is not None
-        self.written = written_residents(forward, self.residents)
+        self.written = written_residents(runs[0], self.residents)
         self.backward: Backward = compile_chain(blocks[1:], "backward", functions, watch)
         place = {value: i for i, value in enumerate(self.saved) if program.values[value].kind in RESIDENT_KINDS}
         self.segments = tuple(
@@ -126,7 +124,7 @@ class CompiledStep:
                 (start, stop),
                 tuple(sorted({place[v] for task in tasks for v in task.reads if v in place})),
             )
-            for (start, stop, gradients), tasks in zip(stretches, runs, strict=True)
+            for (start, stop, gradients), tasks in zip(stretches, runs[1:], strict=True)
         )
 
     def for_gradients(self, gradients: Sequence[torch.Tensor | None]) -> CompiledStep:
@@ -148,6 +146,19 @@ class CompiledStep:
             blocks = without_missing(self.captured, self.blocks[1:], missing)
             self._partial[missing] = compile_chain(blocks, "backward of some results")
         return self._partial[missing]
+
+
+def _blocks(
+    captured: Captured, residents: tuple[int, ...], runs: Runs, stretches: Sequence[Stretch]
+) -> tuple[Block, ...]:
+    """The code of the forward and of the segments, which carries what later ones need."""
+    live = live_between(runs[1:], stretches)
+    saved = tuple(v for v in live[0] if v not in captured.program.tangents)
+    live[0] = (*saved, *(v for v in captured.tangents if v is not None and v in live[0]))
+    results = [tuple((t.calls, t.ref) for t in _distinct(captured.outputs))]
+    results += [tuple((t.calls, t.ref) for _, _, t in gradients) for _, _, gradients in stretches]
+    ends = zip([residents, *live], runs, results, [saved, *live[1:]], strict=False)
+    return tuple(starmap(Block, ends))
 
 
 def _distinct(outputs: Sequence[Tensor]) -> list[Tensor]:

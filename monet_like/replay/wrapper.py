@@ -51,9 +51,9 @@ class ScheduleWrapper(Stepping):
             batch, shorter sequences. They are captured once for each shape and follow the same decisions.
         example: arguments to capture the model with, as (args, kwargs); default: fake ones of the file's shapes.
         captured: the model as captured with ``example`` and the schedule's mode, if that is at hand: it takes seconds.
-        backend: ``eager``, or ``inductor``: runs of elementwise operators, normalisations and reductions are compiled,
-            in the schedule's order and within its peak (minutes, once); results agree to rounding, random masks are
-            the same. Smaller inputs are replayed by ``eager``.
+        backend: ``eager``, or ``inductor``: runs of elementwise operators, normalisations and reductions are compiled
+            (minutes, once). They are moved next to each other where that pays, within the schedule's budget. Results
+            agree to rounding, random masks are the same. Smaller inputs are replayed by ``eager``.
 
     Raises:
         UsageError: an unknown backend, or one that lacks its compiler.

@@ -110,14 +110,15 @@ def results_of(call: Call, known: Mapping[Any, Any]) -> Sequence[Any]:
     Args:
         known: by `Ref`, what it reads.
     """
-
-    def given(leaf: Any) -> Any:
-        if isinstance(leaf, tuple | list):
-            return [given(part) for part in leaf]
-        return known[leaf] if isinstance(leaf, Ref) else leaf
-
-    result = resolve(call.op)(*map(given, call.args), **{name: given(leaf) for name, leaf in call.kwargs})
+    args, kwargs = [_given(leaf, known) for leaf in call.args], {n: _given(leaf, known) for n, leaf in call.kwargs}
+    result = resolve(call.op)(*args, **kwargs)
     return result if call.unpack else (result,)
+
+
+def _given(leaf: Any, known: Mapping[Any, Any]) -> Any:
+    if isinstance(leaf, tuple | list):
+        return [_given(part, known) for part in leaf]
+    return known[leaf] if isinstance(leaf, Ref) else leaf
 
 
 def schema_of(name: str) -> Any:

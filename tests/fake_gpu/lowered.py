@@ -150,6 +150,16 @@ def count(model: nn.Module, args: tuple[Any, ...], options: Mapping[str, Any] | 
         settings: of ``torch._functorch.config``.
     """
     torch._dynamo.reset()
+    with lowered() as found, functorch_config.patch(settings):
+        compiled = torch.compile(model, dynamic=False, options=dict(options) if options else None)
+        peak, saved = step_bytes(compiled, args)
+    return Counts(found.calls, found.kernels, found.moved_bytes, saved, peak, tuple(found.names))
+
+
+def step_bytes(model: Any, args: tuple[Any, ...]) -> tuple[int, int]:
+    """Bytes of a model's second step: its peak, with parameters and inputs, and what is kept between forward and
+    backward, without what was there before and the result.
+    """
     leaves = [*model.parameters(), *(a for a in args if isinstance(a, torch.Tensor) and a.requires_grad)]
 
     def forget() -> None:
@@ -159,19 +169,17 @@ def count(model: nn.Module, args: tuple[Any, ...], options: Mapping[str, Any] | 
     forget()
     tensors = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*model.parameters(),
         *model.buffers(), *(a for a in args if isinstance(a, torch.Tensor)))}  # fmt: skip
-    with lowered() as found, functorch_config.patch(settings):
-        compiled = torch.compile(model, dynamic=False, options=dict(options) if options else None)
-        _Loss.apply(_first(compiled(*args))).backward()
+    _Loss.apply(_first(model(*args))).backward()
     forget()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    result = _first(compiled(*args))
+    result = _first(model(*args))
     loss = _Loss.apply(result)
     saved = torch.cuda.memory_allocated() - before - result.nbytes - 512
     loss.backward()
     peak = torch.cuda.max_memory_allocated() - before + sum(tensors.values()) - 1024  # the loss and its gradient
     forget()
-    return Counts(found.calls, found.kernels, found.moved_bytes, saved, peak, tuple(found.names))
+    return peak, saved
 
 
 class Gated(nn.Module):

@@ -762,6 +762,13 @@ def compiled(asked: str) -> dict[str, Any]:
     return lowered.compiled(asked)
 
 
+def replayed(asked: str) -> dict[str, Any]:
+    """What a replay launches that Inductor compiles pieces of."""
+    import replayed
+
+    return replayed.counted(asked)
+
+
 WHAT = {
     what.__name__: what
     for what in (
@@ -769,7 +776,7 @@ WHAT = {
         placed_loss, timed, by_rates, attention, saved, copies, live, out_of_memory, out_of_memory_in_blocks, card,
         moved, several_devices, cublas, streamed.races, streamed.two_streams, streamed.weights, streamed.larger,
         streamed.no_room, streamed.replicated, streamed.offloaded, streamed.offloading_blocks, convolutions.cudnn_calls,
-        offloads, graphed, capture_fails, compiled,
+        offloads, graphed, capture_fails, compiled, replayed,
     )
 }  # fmt: skip
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from replays import LOSS_BYTES, costs_of, record_for
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from training import Outcome, run, twin
 
 from monet_like.capture.captured import Captured
@@ -21,7 +23,8 @@ from monet_like.ir.simulate import simulate
 from monet_like.plan import store_all
 from monet_like.plan.instance import Instance
 from monet_like.plan.local_search.searcher import find_start
-from monet_like.replay.fusion import fuse, runs_of
+from monet_like.replay.fusion import _Fuser, compile_function, runs_of
+from monet_like.replay.fusion_order import Level
 from monet_like.replay.training_step import CompiledStep
 from monet_like.replay.verify.comparison import compare
 from monet_like.replay.wrapper import ScheduleWrapper
@@ -68,9 +71,9 @@ def captured_for(model: nn.Module, x: torch.Tensor, mode: str = "normal") -> Cap
 
 
 def wrapped(
-    model: nn.Module, x: torch.Tensor, captured: Captured, schedule: Schedule, peak: int, mode: str = "normal"
+    model: nn.Module, x: torch.Tensor, captured: Captured, schedule: Schedule, budget: int, mode: str = "normal"
 ) -> ScheduleWrapper:
-    record = replace(record_for(captured, schedule, mode, (model, (x,), {})), peak_bytes=peak)
+    record = replace(record_for(captured, schedule, mode, (model, (x,), {})), budget_bytes=budget)
     return ScheduleWrapper(twin(model), record, example=((x,), {}), captured=captured, backend="inductor")
 
 
@@ -177,6 +180,52 @@ def test_batch_norm_moves_its_statistics_once_a_step() -> None:
     assert int(replay.first.num_batches_tracked) == 3
 
 
+@pytest.mark.slow
+def test_statistics_that_the_step_itself_makes_are_moved_before_they_are_read() -> None:
+    """Instance norm's running statistics: copies for every image, of which the mean is taken."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.InstanceNorm1d(4, track_running_stats=True), nn.Tanh()).train(), torch.randn(3, 4, 8)
+    model.append(nn.Conv1d(4, 4, 1))
+    captured = captured_for(model, x)
+    replay, plain = wrapped(model, x, captured, store_all(captured.program), 10**9), twin(model)
+    for expected, found in zip(train(plain, x, 3), train(replay, x, 3), strict=True):
+        assert difference(expected, found) <= TOLERANCE
+    for name, buffer in plain.named_buffers():
+        assert difference(buffer, dict(replay.named_buffers())[name]) <= TOLERANCE, name
+
+
+class Called(TorchDispatchMode):
+    """Notes which operators are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(op.namespace)
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.slow
+def test_own_kernels_are_inlined_as_their_twins() -> None:
+    ops = torch.ops.monet_like
+
+    def function(x: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
+        y, rstd = ops.rms_norm(2 * x, weight, 1, 1e-6, False, torch.float32)
+        gate, up = ops.swiglu_backward(ops.swiglu(y, y + 1), y, x)
+        return [ops.rms_norm_backward(gate, x, weight, rstd, up, 1)[0]]
+
+    torch.manual_seed(0)
+    given = [torch.randn(64, 32), torch.randn(32)]
+    compiled = compile_function(function, given, [False, False])
+    with Called() as eager:
+        (expected,) = function(*given)
+    with Called() as called:
+        (found,) = compiled(list(given))
+    assert difference(expected, found) <= TOLERANCE
+    assert "monet_like" in eager.names and "monet_like" not in called.names
+
+
 class Parallel(nn.Module):
     """Branches whose activations die one after the other: in one graph all of them would exist at once."""
 
@@ -211,7 +260,7 @@ def test_without_room_nothing_is_compiled() -> None:
     model, x = Images().train(), torch.randn(4, 8, 16, 16)
     captured = captured_for(model, x, "conv_normal")  # in which the gradients of ReLU and batch norm are one task
     tasks = tuple(way for way, *_ in captured.program.slots)
-    fused = fuse(captured, [Block((), tasks)], [1] * len(tasks), 1)
+    fused = _Fuser(captured, 1, {}).run([Block((), tasks)], [Level(1, 0, 1)] * len(tasks), lambda *_: None)
     assert fused.blocks[0].tasks == tasks
     assert (fused.compiled, fused.pieces, fused.distinct) == (0, 0, 0)
     assert fused.operators > len(tasks)

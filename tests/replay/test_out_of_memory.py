@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,7 @@ def test_the_task_that_runs_is_found_with_what_is_predicted_there(
 
         return call
 
-    def uncompiled(function: Callable[..., Any], like: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    def uncompiled(function: Callable[..., Any], *_: Any) -> Callable[[list[Any]], Any]:
         def call(given: list[Any]) -> Any:
             seen.append(running_task(sys._getframe()))
             return function(*given)
