@@ -481,6 +481,7 @@ _ORDERED = "replay/test_fusion_order.py::test_another_order_changes_no_number_an
 #: The order and the pieces of steps that Inductor compiles: (file, text, in its place, test).
 _FUSION = [
     ("replay/fusion_order.py", "over = changed | taken", "over = set()", "replay/test_fusion_order.py::test_what_reads_a_value_runs_before_it_is_overwritten"),
+    ("replay/fusion_order.py", "{*task.reads} if writes_into_views(task) else set()", "set()", "replay/test_fusion_order.py::test_what_reads_a_value_runs_before_a_view_of_it_is_written_into"),
     ("replay/fusion_order.py", "_Step(None, 0, over)]", "_Step(None, 0)]", _ORDERED.format(31)),
     ("ir/order.py", "            if v in written:", "            if v in start:", _ORDERED.format(33)),
     ("replay/fusion.py", "room = self.limit_bytes - levels[0].before_bytes", "room = self.limit_bytes", _ORDERED.format(4)),

@@ -44,8 +44,13 @@ INLINED: dict[str, Callable[..., Any]] = {
 
 def is_fusible(task: Task) -> bool:
     """Whether Inductor may fuse all calls of a task; not those that write into a value through a view of it."""
+    return all(map(_may_be_fused, task.calls)) and not writes_into_views(task)
+
+
+def writes_into_views(task: Task) -> bool:
+    """Whether a task writes into views that it has made, and so into values that it only reads by name."""
     views = {out.name for call in task.calls if is_view(call) for out in call.outs if out is not None}
-    return all(map(_may_be_fused, task.calls)) and views.isdisjoint(written_values([task]))
+    return not views.isdisjoint(written_values([task]))
 
 
 def is_view(call: Call) -> bool:

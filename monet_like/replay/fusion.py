@@ -1,12 +1,12 @@
-"""Fuses runs of neighbouring tasks of a schedule: TorchInductor compiles each run (a piece) within the planned memory.
+"""Fuses runs of neighbouring tasks of a schedule: TorchInductor compiles each run (a piece) within the budget.
 
 A piece is as long as this holds, and else is cut:
 
 * every call in it is elementwise, a reduction, a normalisation, a concatenation or a view. Products, convolutions,
-  random operators, indexing and this package's own kernels stay the calls they are, between pieces;
+  random operators, indexing and most of this package's own kernels stay the calls they are, between pieces;
 * no value is written that the piece has touched before: a value and its rerun are never in one graph, where Inductor
   would merge them;
-* what exists before the piece, and what the compiled piece allocates while it runs, stay within the schedule's peak.
+* what exists before the piece, and what the compiled piece allocates while it runs, stay within the schedule's budget.
   That is measured when the piece is built. A value that is made and dies inside the piece may never exist.
 
 Operators that write in place write in place still: the graph computes the new contents and copies them back last,
@@ -116,7 +116,7 @@ def fuse(
         told: called before each run with its first task, and how many tasks are done of how many.
     """
     program, known = captured.program, workspaces_of(captured.program, runs)
-    limit = max(within_bytes, *(level.bytes for level in levels_of(program, runs)))
+    limit = max([within_bytes, *(level.bytes for level in levels_of(program, runs))])
     orders: list[tuple[Runs, Sequence[int]]] = [(runs, known[0] if known else ())]
     if known is not None:
         ordered, workspaces = in_fusion_order(captured, runs, stretches, known[0], limit)

@@ -1,7 +1,7 @@
-"""Orders the tasks of a step so that those that Inductor can fuse stand together, within the step's planned memory.
+"""Orders the tasks of a step so that those that Inductor can fuse stand together, within the step's memory.
 
-Products, convolutions, random operators and this package's own kernels keep their order; so do the ends of the
-segments of the backward, by which gradients and what they are the gradients of are left alone.
+What it cannot fuse keeps its order: products, convolutions, random operators, questions. So do the ends of the segments
+of the backward, by which gradients and what they are the gradients of are left alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..ir.program import RESIDENT_KINDS, Program, Task
 from ..profile.rates import limits_like
 from ..runtime.codegen import liveness
 from .branches import written_values
-from .fusible import is_fusible
+from .fusible import is_fusible, writes_into_views
 from .segments import Runs, Stretch
 
 
@@ -128,6 +128,7 @@ def _ordered(
         item = Item((), (), moves=False)
         if task is not None:
             changed = {v for v in written_values([task]) if isinstance(v, int)}
+            changed |= {*task.reads} if writes_into_views(task) else set()
             taken = set[int]() if task.overwrites is None else {task.overwrites}
             again = (v for v in changed if v not in task.writes and v not in taken)
             beside = step.beside_bytes - sum(program.values[v].bytes for v in taken)

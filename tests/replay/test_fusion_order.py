@@ -143,3 +143,21 @@ def test_what_reads_a_value_runs_before_it_is_overwritten() -> None:
     captured.program = program
     ((*ran,),), _ = in_fusion_order(captured, [program.tasks], [], [0] * 5, 2**40)
     assert ran == [product, pure, again, cosine, last]
+
+
+def test_what_reads_a_value_runs_before_a_view_of_it_is_written_into() -> None:
+    def made(name: str, calls: tuple[Call, ...], reads: tuple[int, ...], writes: int) -> Task:
+        return Task(name, reads, (writes,), calls=calls)
+
+    view = Call("aten.select.int", (Ref(0), 0, 1), (), (Ref("row"),))
+    fill = Call("aten.zero_.default", (Ref("row"),), (), (Ref("filled"),))
+    copy = Call("aten.clone.default", (Ref("filled"),), (), (Ref(3),))
+    cosine = made("cosine", (Call("aten.cos.default", (Ref(0),), (), (Ref(1),)),), (0,), 1)
+    cleared = made("cleared", (view, fill, copy), (0,), 3)
+    product = made("product", (Call("aten.mm.default", (Ref(3), Ref(3)), (), (Ref(4),)),), (3,), 4)
+    total = made("total", (Call("aten.add.Tensor", (Ref(1), Ref(4)), (), (Ref(5),)),), (1, 4), 5)
+    tasks = (cosine, cleared, product, total)
+    program = Program(tuple(Value(str(v), 2**20, "forward" if v else "buffer") for v in range(6)), tasks, (), (5,))
+    captured: Any = SimpleNamespace(program=program, device=torch.device("cpu"), parameters=())
+    ((*ran,),), _ = in_fusion_order(captured, [tasks], [], [0] * 4, 2**40)
+    assert ran == [*tasks]
