@@ -1,0 +1,45 @@
+"""Layers under FSDP2 whose forwards are compiled within a plan."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from compiled import uncompiled
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import monet_like
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """One process of its own group."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_forwards_of_sharded_layers_are_planned_once() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.Tanh()) for _ in range(3)]
+    plain, x = nn.Sequential(nn.Linear(32, 32), *layers), torch.randn(256, 32)
+    model = copy.deepcopy(plain)
+    options = monet_like.compile_options("70%", calls=3, quick=True, measured=False)
+    for layer in model[1:]:
+        layer.forward = torch.compile(layer.forward, backend=uncompiled(options), dynamic=False)
+    for part in (*model[1:], model):
+        fully_shard(part)
+    for _ in range(2):
+        for net in (plain, model):
+            net(x).square().mean().backward()
+    (graph,) = options["custom_partitioner_fn"].graphs
+    assert graph.saved_bytes < sum(256 * width * 4 for width in (64, 64, 32))  # as without a plan, results included
+    for (name, parameter), sharded in zip(plain.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, sharded.grad.full_tensor(), msg=name)
