@@ -117,18 +117,19 @@ def fuse(
     """
     program, known = captured.program, workspaces_of(captured.program, runs)
     limit = max([within_bytes, *(level.bytes for level in levels_of(program, runs))])
-    orders: list[tuple[Runs, Sequence[int]]] = [(runs, known[0] if known else ())]
+    orders = [(runs, levels_of(program, runs, known[0] if known else ()))]
     if known is not None:
-        ordered, workspaces = in_fusion_order(captured, runs, stretches, known[0], limit)
-        there = [level.bytes + known[1] for level in levels_of(program, ordered, workspaces)]
-        orders.insert(0, (with_run_bytes(ordered, there), workspaces))
+        ordered, workspaces, groups = in_fusion_order(captured, runs, stretches, known[0], limit)
+        levels = levels_of(program, ordered, workspaces)
+        ordered = with_run_bytes(ordered, [level.bytes + known[1] for level in levels])
+        grouped = [replace(level, group=group) for level, group in zip(levels, groups, strict=True)]
+        orders = [(ordered, grouped), *orders]
     pieces: dict[str, _Piece] = {}
 
-    def fused(ordered: Runs, workspaces: Sequence[int]) -> Fused:
-        levels = levels_of(program, ordered, workspaces)
+    def fused(ordered: Runs, levels: Sequence[Level]) -> Fused:
         return _Fuser(captured, limit, pieces).run(cut_into(ordered), levels, told or (lambda *_: None))
 
-    return best_of([(ordered, fused(ordered, workspaces)) for ordered, workspaces in orders], limit)
+    return best_of([(ordered, fused(ordered, levels)) for ordered, levels in orders], limit)
 
 
 def best_of(ways: Sequence[tuple[Runs, Fused]], limit_bytes: int) -> tuple[Runs, Fused]:
@@ -153,7 +154,8 @@ class _Fuser:
         for block in blocks:
             dying, _ = liveness(block.tasks, needed_at_end(block))
             tasks: list[Task] = []
-            for start, stop in runs_of(block.tasks):
+            groups = [level.group for level in levels[done : done + len(block.tasks)]]
+            for start, stop in runs_of(block.tasks, groups):
                 told(block.tasks[start].name, done + start, total)
                 there = levels[done + start : done + stop]
                 tasks += self._tasks(block.tasks[start:stop], dying[start:stop], there)
@@ -256,13 +258,16 @@ def _calling(name: str, graph: _Graph) -> Task:
     return Task(name, graph.inputs, graph.outputs, variant="inductor", calls=tuple(calls))
 
 
-def runs_of(tasks: Sequence[Task]) -> Iterator[tuple[int, int]]:
-    """Ranges (first, one past the last) of tasks that may form a piece; those that cannot be fused are alone."""
+def runs_of(tasks: Sequence[Task], groups: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Ranges (first, one past the last) of tasks of one group that may form a piece; those that cannot be fused are
+    alone.
+    """
     start = 0
     touched: set[int] = set()
     for index, task in enumerate(tasks):
         fusible = is_fusible(task)
-        if index > start and (not fusible or not touched.isdisjoint(task.writes)):
+        apart = groups[index] != groups[start] or not touched.isdisjoint(task.writes)
+        if index > start and (not fusible or apart):
             yield start, index
             start, touched = index, set()
         touched.update((*task.reads, *task.writes))

@@ -29,11 +29,13 @@ class Level:
         before_bytes: of all that exists when it begins.
         beside_bytes: that it allocates besides what it writes.
         bytes: while it runs.
+        group: only tasks of one group fit into memory together, as far as is known; 0: not known.
     """
 
     before_bytes: int
     beside_bytes: int
     bytes: int
+    group: int = 0
 
 
 def levels_of(program: Program, runs: Runs, beside: Sequence[int] = ()) -> list[Level]:
@@ -78,12 +80,13 @@ class _Step:
     task: Task | None
     beside_bytes: int = 0
     over: frozenset[int] = frozenset()
+    group: int = 0
 
 
 def in_fusion_order(
     captured: Captured, runs: Runs, stretches: Sequence[Stretch], beside: Sequence[int], limit_bytes: int
-) -> tuple[list[tuple[Task, ...]], list[int]]:
-    """The tasks in the order in which the fewest bytes move that is found, and their workspaces.
+) -> tuple[list[tuple[Task, ...]], list[int], list[int]]:
+    """The tasks in the order in which the fewest bytes move that is found, their workspaces, and their groups.
 
     Args:
         stretches: of the segments.
@@ -104,7 +107,8 @@ def in_fusion_order(
     made: list[list[Task]] = [[step.task for step in steps if step.task is not None], []]
     for step in (last := _ordered(captured, backward, start, residents | ended, limit_bytes)):
         made[-1].append(step.task) if step.task is not None else made.append([])
-    return [tuple(run) for run in made[:-1]], [step.beside_bytes for step in (*steps, *last) if step.task is not None]
+    ran = [step for step in (*steps, *last) if step.task is not None]
+    return [tuple(run) for run in made[:-1]], [step.beside_bytes for step in ran], [step.group for step in ran]
 
 
 def _over(captured: Captured, stretches: Sequence[Stretch]) -> Iterator[frozenset[int]]:
@@ -140,4 +144,6 @@ def _ordered(
     found = chain_of(program.values, items, start, kept, launch)
     if max(Arrangement(found, found.spots).followed(room)[0], default=0) > room:
         return list(steps)
-    return [steps[k] for k in arranged(found, room).order()]
+    made = arranged(found, room)
+    groups = made.followed(room)[1]
+    return [replace(steps[k], group=groups[k] + 1) for k in made.order()]

@@ -44,8 +44,8 @@ def counted(asked: str) -> dict[str, Any]:
         return _replayed(model, args, float(share), float(times))
 
 
-def _as_captured(_: Any, runs: Any, __: Any, beside: Any, ___: Any) -> tuple[Any, Any]:
-    return runs, beside
+def _as_captured(_: Any, runs: Any, __: Any, beside: Any, ___: Any) -> tuple[Any, Any, Any]:
+    return runs, beside, [0] * len(beside)
 
 
 def _replayed(model: torch.nn.Module, args: tuple[Any, ...], share: float, times: float) -> dict[str, Any]:

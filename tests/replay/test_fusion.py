@@ -272,10 +272,11 @@ def test_a_value_and_its_rerun_are_never_in_one_piece() -> None:
 
     first, second = task("first", 0, 1), task("second", 1, 2)
     mm = task("product", 2, 3, "aten.mm.default")
-    assert list(runs_of([first, second])) == [(0, 2)]
-    assert list(runs_of([first, second, first, second])) == [(0, 2), (2, 4)]
-    assert list(runs_of([second, first])) == [(0, 1), (1, 2)]  # what it has read is made anew
-    assert list(runs_of([first, mm, second])) == [(0, 1), (1, 2), (2, 3)]
+    assert list(runs_of([first, second], [0, 0])) == [(0, 2)]
+    assert list(runs_of([first, second], [1, 2])) == [(0, 1), (1, 2)]
+    assert list(runs_of([first, second, first, second], [0] * 4)) == [(0, 2), (2, 4)]
+    assert list(runs_of([second, first], [0, 0])) == [(0, 1), (1, 2)]  # what it has read is made anew
+    assert list(runs_of([first, mm, second], [0, 1, 1])) == [(0, 1), (1, 2), (2, 3)]
 
 
 @pytest.mark.slow

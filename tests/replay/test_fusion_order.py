@@ -136,12 +136,12 @@ def test_what_reads_a_value_runs_before_it_is_overwritten() -> None:
     values = tuple(Value(str(v), 2**20, "forward" if v else "input") for v in range(6))
     program = Program(values, (product, cosine, over, again, last), (), (5,))
     captured: Any = SimpleNamespace(program=program, device=torch.device("cpu"), parameters=())
-    ((*ran,),), _ = in_fusion_order(captured, [program.tasks], [], [0] * 5, 2**40)
+    ((*ran,),), *_ = in_fusion_order(captured, [program.tasks], [], [0] * 5, 2**40)
     assert ran == [product, cosine, over, again, last]
     pure = task("relu.default", (1,), 3)  # then the cosine may move
     program = replace(program, tasks=(product, cosine, pure, again, last))
     captured.program = program
-    ((*ran,),), _ = in_fusion_order(captured, [program.tasks], [], [0] * 5, 2**40)
+    ((*ran,),), *_ = in_fusion_order(captured, [program.tasks], [], [0] * 5, 2**40)
     assert ran == [product, pure, again, cosine, last]
 
 
@@ -159,5 +159,5 @@ def test_what_reads_a_value_runs_before_a_view_of_it_is_written_into() -> None:
     tasks = (cosine, cleared, product, total)
     program = Program(tuple(Value(str(v), 2**20, "forward" if v else "buffer") for v in range(6)), tasks, (), (5,))
     captured: Any = SimpleNamespace(program=program, device=torch.device("cpu"), parameters=())
-    ((*ran,),), _ = in_fusion_order(captured, [tasks], [], [0] * 4, 2**40)
+    ((*ran,),), *_ = in_fusion_order(captured, [tasks], [], [0] * 4, 2**40)
     assert ran == [*tasks]
