@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -113,11 +114,11 @@ def fuse(
         stretches: of the segments.
         cut_into: code of tasks.
         within_bytes: limit of the memory at any time; if the values of the tasks take more, that is.
-        told: called before each run with its first task, and how many tasks are done of how many.
+        told: called before each run with its first task, and how many tasks are done of how many, in all orders.
     """
     program, known = captured.program, workspaces_of(captured.program, runs)
     limit = max([within_bytes, *(level.bytes for level in levels_of(program, runs))])
-    orders = [(runs, levels_of(program, runs, known[0] if known else ()))]
+    orders: list[tuple[Runs, list[Level]]] = [(runs, levels_of(program, runs, known[0] if known else ()))]
     if known is not None:
         ordered, workspaces, groups = in_fusion_order(captured, runs, stretches, known[0], limit)
         levels = levels_of(program, ordered, workspaces)
@@ -126,10 +127,14 @@ def fuse(
         orders = [(ordered, grouped), *orders]
     pieces: dict[str, _Piece] = {}
 
-    def fused(ordered: Runs, levels: Sequence[Level]) -> Fused:
-        return _Fuser(captured, limit, pieces).run(cut_into(ordered), levels, told or (lambda *_: None))
+    def tell(before: int, name: str, done: int, total: int) -> None:
+        if told is not None:
+            told(name, before * total + done, len(orders) * total)
 
-    return best_of([(ordered, fused(ordered, levels)) for ordered, levels in orders], limit)
+    ways = []
+    for before, (order, levels) in enumerate(orders):
+        ways.append((order, _Fuser(captured, limit, pieces).run(cut_into(order), levels, partial(tell, before))))
+    return best_of(ways, limit)
 
 
 def best_of(ways: Sequence[tuple[Runs, Fused]], limit_bytes: int) -> tuple[Runs, Fused]:
