@@ -7,12 +7,12 @@ import os
 import pty
 import re
 import sys
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
+from pieces import uncompiled
 from torch import nn
 
 import monet_like
@@ -105,9 +105,6 @@ def test_a_stage_that_comes_again_has_one_bar() -> None:
 def test_pieces_that_inductor_compiles_are_a_stage(
     blocks: str | None, seen: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def uncompiled(function: Callable[..., Any], like: Sequence[Any]) -> Callable[[list[Any]], Any]:
-        return lambda given: function(*given)
-
     monkeypatch.setattr("monet_like.replay.fusion.compile_function", uncompiled)
     x = torch.randn(16, 32)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Tanh()) for _ in range(2)))

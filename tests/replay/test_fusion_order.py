@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from pieces import uncompiled
 from small_models import draw
 from small_models.cases import Case
 from small_models.judging import ROUNDING, costs_of, difference, peak_of, plainly, planned, train
@@ -30,15 +30,6 @@ from monet_like.replay.wrapper import ScheduleWrapper
 
 #: Of budgets, in peaks of the plan.
 ROOM = (1.0, 1.1, 10.0)
-
-
-def uncompiled(function: Callable[..., Any], _: Any, __: Any) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
-    def run(tensors: list[Any]) -> Sequence[torch.Tensor]:
-        given = list(tensors)
-        tensors.clear()
-        return function(*given)
-
-    return run
 
 
 @pytest.fixture
