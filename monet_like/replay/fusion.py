@@ -367,8 +367,8 @@ def compile_function(
     mode = fake_mode()
     fakes = [mode.from_tensor(tensor, static_shapes=True) for tensor in like]
     with mode:
-        twins = {overload(name): twin for name, twin in INLINED.items()}
-        graph = make_fx(torch.func.functionalize(function), {**select_decomp_table(), **twins})(*fakes)
+        inlined = make_fx(function, {overload(name): twin for name, twin in INLINED.items()})(*fakes)
+        graph = make_fx(torch.func.functionalize(inlined), select_decomp_table())(*fakes)  # twins write in place, too
     given = [node for node in graph.graph.nodes if node.op == "placeholder"]
     unused = {node for node, keeps in zip(given, changed, strict=True) if not keeps}
     for node in [node for node in graph.graph.nodes if node.target is torch.ops.aten.copy_.default]:
