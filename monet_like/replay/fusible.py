@@ -84,7 +84,7 @@ def target_of(call: Call) -> Ref | None:
     if not call.op.startswith("aten."):
         return None
     names = [a.name for a in overload(call.op)._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    target = dict(call.kwargs).get(names[0], call.args[0]) if len(names) == 1 else None
+    target = dict(call.kwargs).get(names[0], next(iter(call.args), None)) if len(names) == 1 else None
     return target if isinstance(target, Ref) else None
 
 
