@@ -27,13 +27,11 @@ class Level:
 
     Attributes:
         before_bytes: of all that exists when it begins.
-        beside_bytes: that it allocates besides what it writes.
         bytes: while it runs.
         group: only tasks of one group fit into memory together, as far as is known; 0: not known.
     """
 
     before_bytes: int
-    beside_bytes: int
     bytes: int
     group: int = 0
 
@@ -52,8 +50,7 @@ def levels_of(program: Program, runs: Runs, beside: Sequence[int] = ()) -> list[
         for task, dead in zip(tasks, dying, strict=True):
             more = sum(_bytes(program, v) for v in task.writes)
             taken = 0 if task.overwrites is None else program.values[task.overwrites].bytes
-            workspace = next(left, 0)
-            found.append(Level(memory, workspace, memory + more - taken + workspace))
+            found.append(Level(memory, memory + more - taken + next(left, 0)))
             memory += sum(_bytes(program, v) for v in task.writes if v not in alive)
             alive.update((v, _bytes(program, v)) for v in task.writes)
             memory -= sum(alive.pop(v) for v in dead if v in alive)

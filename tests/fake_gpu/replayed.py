@@ -8,7 +8,6 @@ tasks run in the order of the capture.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -87,12 +86,9 @@ def _replayed(model: torch.nn.Module, args: tuple[Any, ...], share: float, times
             kernels, moved = kernels + piece.kernels, moved + piece.moved_bytes
         elif is_fusible(task):
             kernels += operators_of(task)
-            moved += _bytes(program.values, (*task.reads, *task.writes)) if operators_of(task) else 0
+            touched = (*task.reads, *task.writes) if operators_of(task) else ()
+            moved += sum(program.values[v].bytes for v in touched)
     return {
         "kernels": kernels, "moved_bytes": moved, "peak_bytes": peak, "budget_bytes": record.budget_bytes,
         "planned_bytes": record.peak_bytes,
     }  # fmt: skip
-
-
-def _bytes(values: Sequence[Any], touched: Sequence[int]) -> int:
-    return sum(values[v].bytes for v in touched)

@@ -260,7 +260,7 @@ def test_without_room_nothing_is_compiled() -> None:
     model, x = Images().train(), torch.randn(4, 8, 16, 16)
     captured = captured_for(model, x, "conv_normal")  # in which the gradients of ReLU and batch norm are one task
     tasks = tuple(way for way, *_ in captured.program.slots)
-    fused = _Fuser(captured, 1, {}).run([Block((), tasks)], [Level(1, 0, 1)] * len(tasks), lambda *_: None)
+    fused = _Fuser(captured, 1, {}).run([Block((), tasks)], [Level(1, 1)] * len(tasks), lambda *_: None)
     assert fused.blocks[0].tasks == tasks
     assert (fused.compiled, fused.pieces, fused.distinct) == (0, 0, 0)
     assert fused.operators > len(tasks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from dataclasses import replace
 from itertools import chain
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from small_models.cases import Case
 from small_models.judging import ROUNDING, costs_of, difference, peak_of, plainly, planned, train
 from torch import nn
 
+import monet_like
 from monet_like.capture.captured import Captured
 from monet_like.compiler.request import Request, captured_for
 from monet_like.errors import MonetError
@@ -23,7 +25,7 @@ from monet_like.ir.program import Call, Program, Ref, Task, Value
 from monet_like.ir.schedule_file import ScheduleRecord
 from monet_like.ir.simulate import simulate
 from monet_like.plan.random_schedules import random_schedule
-from monet_like.replay import fusion
+from monet_like.replay import fusion, training_step
 from monet_like.replay.fusion_order import in_fusion_order, levels_of, workspaces_of
 from monet_like.replay.segments import Runs, cut, tasks_of, with_run_bytes
 from monet_like.replay.wrapper import ScheduleWrapper
@@ -152,3 +154,27 @@ def test_what_reads_a_value_runs_before_a_view_of_it_is_written_into() -> None:
     captured: Any = SimpleNamespace(program=program, device=torch.device("cpu"), parameters=())
     ((*ran,),), *_ = in_fusion_order(captured, [tasks], [], [0] * 4, 2**40)
     assert ran == [*tasks]
+
+
+@pytest.mark.usefixtures("moved")
+def test_pieces_of_blocks_have_what_the_plan_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside their own peak: one block runs at a time."""
+    limits: list[int] = []
+    fuse = training_step.fuse
+
+    def noted(captured: Captured, runs: Any, stretches: Any, cut_into: Any, within_bytes: int, told: Any) -> Any:
+        limits.append(within_bytes)
+        return fuse(captured, runs, stretches, cut_into, within_bytes, told)
+
+    monkeypatch.setattr(training_step, "fuse", noted)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(2)))
+    plain, x = copy.deepcopy(model), torch.randn(256, 32)
+    ours = monet_like.auto_schedule(model, x, memory_budget="200%", blocks="*", backend="inductor", effort="quick")
+    for net in (plain, ours):
+        net(x).square().mean().backward()
+    for expected, found in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(expected.grad, found.grad)
+    plan = model[0]._block_plan
+    left = plan.budget_bytes - plan.peak_bytes
+    assert left > 0
+    assert {*limits} == {block.record.peak_bytes + left for block in model}
