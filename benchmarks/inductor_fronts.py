@@ -21,7 +21,6 @@ compiles to the same graphs are measured once.
 from __future__ import annotations
 
 import copy
-import functools
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,9 +35,8 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import fx, nn
 
-import monet_like
 from benchmarks.inductor_fronts_nets import DEFAULT, NETS
-from benchmarks.inductor_fronts_table import ABOVE, COMPILE, OWN, PIECES, Row, markdown
+from benchmarks.inductor_fronts_table import ABOVE, COMPILE, OWN, Row, markdown
 from benchmarks.kept_prices import kept_prices
 from benchmarks.processes import ROOT
 from benchmarks.rows import merged, read_rows, write_rows
@@ -53,7 +51,6 @@ from monet_like.inductor.portfolio import is_called, writes_of
 from monet_like.inductor.prices import device_of, measured_cost, operations_of
 from monet_like.ir.program import Cost
 from monet_like.ir.schedule import Schedule
-from monet_like.job.job import Job
 from monet_like.plan.instance import Instance
 from monet_like.plan.local_search.searcher import smallest_known
 from monet_like.plan.result import Plan
@@ -259,7 +256,7 @@ class Rows:
 
 def measure_net(
     net: Net, calls: Calls, budgets: Sequence[str], shares: Sequence[float], rows: Rows, done: Callable[[int], None]
-) -> dict[str, int]:
+) -> None:
     """Measure peaks and count the work of all contenders.
 
     Args:
@@ -267,9 +264,6 @@ def measure_net(
         budgets: settings of ``activation_memory_budget``.
         shares: of ``torch.compile``'s peak.
         done: called with how many rows are there.
-
-    Returns:
-        The settings of the plans, and their budgets.
     """
 
     def measured(row: Row, make: Callable[[], nn.Module]) -> Row:
@@ -289,7 +283,7 @@ def measure_net(
 
     plain = measured(Row(net.name, COMPILE), lambda: net.compiled({}, {}))
     if plain.status != "measured":
-        return {}
+        return
     planned("least", 0)
     targets = {f"{100 * share:g}%": int(share * plain.peak_bytes) for share in shares}
     for setting in budgets:
@@ -302,33 +296,6 @@ def measure_net(
     for setting, target in targets.items():
         if not setting.startswith("at "):
             planned(setting, target)
-    return {"least": 0, **targets}
-
-
-def measure_schedules(net: Net, targets: Mapping[str, int], rows: Rows, done: Callable[[int], None]) -> None:
-    """Measure peaks of schedules with ``backend="inductor"``, at the budgets of the plans.
-
-    They are not priced: what they call are other operators than Inductor's, so the list of prices would be another one.
-
-    Args:
-        targets: settings and their budgets; 0: the least.
-    """
-
-    @functools.cache
-    def job() -> Job:
-        return monet_like.problem(copy.deepcopy(net.model), *net.example, verbose=False)
-
-    def figures(budget: int) -> dict[str, Any]:
-        plan = job().plan(budget or job().smallest(time_limit_seconds=10.0).report.peak_bytes, quick=True)
-        module = plan.wrap(backend="inductor")
-        train_step(module, net.example)  # compiles the pieces
-        peak = step_peak(module, net.example, CPU)
-        budget = budget or plan.budget_bytes
-        return {"peak_bytes": peak, "predicted_bytes": plan.record.peak_bytes, "budget_bytes": budget}
-
-    for setting, budget in targets.items():
-        rows.measure(net, Row(net.name, PIECES, setting, budget_bytes=budget), partial(figures, budget))
-        done(1)
 
 
 @click.command()
@@ -339,9 +306,8 @@ def measure_schedules(net: Net, targets: Mapping[str, int], rows: Rows, done: Ca
 @click.option("--solvers", default="dp,ilp,greedy", show_default=True, help="Of activation_memory_budget.")
 @click.option("--shares", default="", help="Percent of torch.compile's peak to plan for besides.")
 @click.option("--seconds", default=0.0, show_default=True, help="For the integer program; 0: the local search alone.")
-@click.option("--schedules", is_flag=True, help="Measure schedules with backend='inductor', too.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder of rows and table.  [default: benchmarks/results]")
-def main(nets: str, budgets: str, solvers: str, shares: str, seconds: float, schedules: bool, out: Path | None) -> None:
+def main(nets: str, budgets: str, solvers: str, shares: str, seconds: float, out: Path | None) -> None:
     """Measure, and write the table."""
     folder = out or ROOT / "benchmarks" / "results"
     folder.mkdir(parents=True, exist_ok=True)
@@ -362,10 +328,7 @@ def main(nets: str, budgets: str, solvers: str, shares: str, seconds: float, sch
 
             with unrun_kernels() as calls:
                 net = Net(name, seconds)
-                targets = measure_net(net, calls, settings, percents, rows, done)
-                if schedules:
-                    bar.update(task, total=bar.tasks[task].total + len(targets))
-                    measure_schedules(net, targets, rows, done)
+                measure_net(net, calls, settings, percents, rows, done)
             text = markdown(rows.rows, {net: found.what for net, found in NETS.items()}, device_name(CPU))
             write_atomically(folder / "inductor_fronts.md", text.encode())
 

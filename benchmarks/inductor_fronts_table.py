@@ -13,8 +13,6 @@ MB = 10**6
 #: The contenders.
 COMPILE, ABOVE = "torch.compile", "activation_memory_budget"
 OWN = "planned"
-#: Schedules whose runs of elementwise operators Inductor compiles: ``ScheduleWrapper(backend="inductor")``.
-PIECES = "schedule"
 #: How near a peak is to its prediction, and what counts as equal of two peaks or two prices.
 NEAR, SAME = 0.03, 0.01
 
@@ -77,8 +75,7 @@ def markdown(rows: Sequence[Row], nets: Mapping[str, str], device: str) -> str:
         "*Priced*: the step by one list of prices, of operators that were timed alone and of bytes that generated "
         "kernels move, against `torch.compile`'s. No step was timed. `activation_memory_budget`: a share of saved "
         "activations, and its solver. Planned: a share of `torch.compile`'s peak, or the peak that was measured at a "
-        "setting of the former. Schedule: `ScheduleWrapper` with `backend='inductor'` at the budgets of the plans, its "
-        "peak alone.",
+        "setting of the former.",
         _run_so_far(rows, nets),
         _summary(rows, nets),
     ]
@@ -104,14 +101,7 @@ def findings(rows: Sequence[Row]) -> list[str]:
     above = [row for row in measured if row.contender == ABOVE]
     if not own:
         return ["No plan was measured."]
-    pieces = [row for row in measured if row.contender == PIECES]
-    found = [_monotone(own), _predicted(own), _within(own), _front(own, above), _solvers(above)]
-    return [*found, _against_schedules(own, pieces)] if pieces else found
-
-
-def _against_schedules(own: Sequence[Row], pieces: Sequence[Row]) -> str:
-    least, least_other = (min(row.peak_bytes for row in rows) for rows in (own, pieces))
-    return f"Schedules with `backend='inductor'` need at least {_mb(least_other)}, plans {_mb(least)}."
+    return [_monotone(own), _predicted(own), _within(own), _front(own, above), _solvers(above)]
 
 
 def _monotone(own: Sequence[Row]) -> str:
@@ -209,7 +199,7 @@ def _summary(rows: Sequence[Row], nets: Mapping[str, str]) -> str:
 def _table(rows: Sequence[Row]) -> str:
     plain = next((row for row in rows if row.contender == COMPILE and row.operations), None)
     lines = []
-    order = {COMPILE: 0, ABOVE: 1, OWN: 2, PIECES: 3}
+    order = {COMPILE: 0, ABOVE: 1, OWN: 2}
     for row in sorted(rows, key=lambda r: (order[r.contender], -r.peak_bytes)):
         peak, predicted, arithmetic, priced = f"{row.status}: {row.reason.split(';')[0]}", "-", "-", "-"
         if row.status == "measured":

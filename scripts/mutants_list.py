@@ -103,7 +103,7 @@ _WRAPPER = [
     ("record.autocast not in AUTOCASTS", "False", "capture/test_precision.py::test_what_a_schedule_was_not_solved_for_is_refused"),
     ("isinstance(model, ScheduleWrapper):", "False:", "replay/test_wrapper.py::test_a_larger_batch_another_size_or_another_model_is_refused"),
     ("check_initialized(model)", "pass", _KEY.format("test_a_model_without_memory_is_refused")),
-    ("backend not in BACKENDS", "False", "replay/test_fusion.py::test_an_unknown_backend_is_refused"),
+    ("backend not in BACKENDS", "False", "replay/test_compiled_calls.py::test_an_unknown_backend_is_refused"),
 ]  # fmt: skip
 
 _INNER = "replay/test_gradients_of_results.py::test_the_whole_gradient_of_an_inner_result_is_refused"
@@ -476,17 +476,18 @@ _SEARCH = [
     ("zoo/registry.py", 'content.get("format") == SCHEDULE_FORMAT', 'content.get("format") != SCHEDULE_FORMAT', "zoo/test_zoo.py::test_every_file_is_whole_and_promises_what_the_registry_says"),
 ]  # fmt: skip
 
-_ORDERED = "replay/test_fusion_order.py::test_another_order_changes_no_number_and_keeps_to_the_budget[{}]"
+_COMPILED = "replay/test_compiled_calls.py::test_{}"
 
-#: The order and the pieces of steps that Inductor compiles: (file, text, in its place, test).
-_FUSION = [
-    ("replay/fusion_order.py", "over = changed | taken", "over = set()", "replay/test_fusion_order.py::test_what_reads_a_value_runs_before_it_is_overwritten"),
-    ("replay/fusion_order.py", "{*task.reads} if writes_into_views(task) else set()", "set()", "replay/test_fusion_order.py::test_what_reads_a_value_runs_before_a_view_of_it_is_written_into"),
-    ("replay/fusion_order.py", "_Step(None, 0, over)]", "_Step(None, 0)]", _ORDERED.format(31)),
-    ("ir/order.py", "            if v in written:", "            if v in start:", _ORDERED.format(33)),
-    ("replay/fusion.py", "room = self.limit_bytes - levels[0].before_bytes", "room = self.limit_bytes", _ORDERED.format(4)),
-    ("auto/block.py", "within += max(0, plan.budget_bytes - plan.peak_bytes)", "pass", "replay/test_fusion_order.py::test_pieces_of_blocks_have_what_the_plan_leaves"),
-    ("replay/fusion.py", "frozenset(lasting & written_values(tasks))", "frozenset()", "replay/test_fusion.py::test_batch_norm_moves_its_statistics_once_a_step"),
+#: Calls that Inductor compiles: (file, text, in its place, test).
+_COMPILING = [
+    ("auto/block_shares.py", "Limits(self.carried_bytes, self.forward_bytes + room, backward + room)", "Limits(2**50, 2**50, 2**50)", _COMPILED.format("the_peak_of_blocks_is_within_their_plan[60%]")),
+    ("auto/compiled_menus.py", "backward = needs.carried_bytes - size, needs.backward_bytes - size + kept_on", "backward = needs.carried_bytes, 0", _COMPILED.format("the_peak_of_blocks_is_within_their_plan[90%]")),
+    ("inductor/compiled_call.py", '"fallback_random": True}', '"fallback_random": False}', _COMPILED.format("a_compiled_step_has_plain_pytorchs_gradients_and_masks[None]")),
+    ("inductor/compiled_call.py", "context.fw_metadata.bw_donated_idxs = []", "pass", _COMPILED.format("inductors_code_has_a_second_backward")),
+    ("inductor/compiled_call.py", "config.patch(optimize_ddp=False)", "config.patch({})", "inductor/test_sharded.py::test_one_graph_serves_all_buckets_of_ddp"),
+    ("inductor/menu.py", "if lacks(graph) <= 0]", "if graph]", _COMPILED.format("a_graph_that_lacks_room_follows_its_schedule")),
+    ("replay/compiling.py", "results > 1,", "False,", _COMPILED.format("what_cannot_be_compiled_follows_its_schedule_with_one_warning[Several-takes zeros for the others]")),
+    ("auto/block_plan.py", 'offloads and settings.backend == "eager"', "offloads", _COMPILED.format("compiled_blocks_offload_nothing")),
 ]  # fmt: skip
 
 
@@ -509,7 +510,7 @@ def _listed() -> Iterator[Mutant]:
         *_CLOCKS,
         *_GRAPHS,
         *_SEARCH,
-        *_FUSION,
+        *_COMPILING,
     ):
         yield Mutant(file, text, instead, test)
     for text, instead, test in _SHARED:

@@ -14,13 +14,14 @@ from torch import nn
 
 from ..capture.captured import Captured
 from ..capture.checks import is_sharded
-from ..capture.example_inputs import Example, device_of, input_specs, is_for_shapes, specs_in_words
+from ..capture.example_inputs import Example, device_of, input_specs, is_for_shapes, outline_of_call, specs_in_words
 from ..capture.precision import autocast_name, weights_layout
 from ..capture.trace.alone import is_observed
 from ..capture.trace.answers import Answer
 from ..capture.trees import flattened, map_tensors, tensors_of
 from ..compiler.request import Request, captured_for, in_autograd_order
 from ..errors import ScheduleFileError, UsageError, warn_caller
+from ..inductor.planned_graph import Settings as GraphSettings
 from ..ir.schedule_file import InputSpec, ScheduleRecord
 from ..replay.checks.compatibility import OTHER_STEP, call_difference
 from ..replay.kept_steps import KeptStep, KeptSteps, tensor_slots
@@ -51,6 +52,7 @@ class BlockCall:
         request: what it was captured for; without inputs.
         inputs: of the call.
         layout: of the block's weights.
+        example: its arguments, of fake tensors; None: Inductor is not asked about it.
     """
 
     key: Any
@@ -59,6 +61,7 @@ class BlockCall:
     request: Request
     inputs: tuple[InputSpec, ...]
     layout: str
+    example: Example | None = None
 
     def as_in(self, record: ScheduleRecord) -> Captured:
         """The program with those gradients delayed that a schedule delays, as far as there is one."""
@@ -224,7 +227,8 @@ class BlockSchedule(ScheduleWrapper):
         if captured.made_last:
             undelayed = self._captured(replace(request, made_last=()), key, captured.answers, captured)
         request = replace(request, example=((), {}), made_last=captured.made_last)
-        return BlockCall(key, captured, undelayed, request, input_specs(*example), weights_layout(self._model))
+        inputs, outline = input_specs(*example), outline_of_call(example) if self.backend == "inductor" else None
+        return BlockCall(key, captured, undelayed, request, inputs, weights_layout(self._model), outline)
 
     def _captured(
         self, request: Request, key: Any, known: tuple[Answer, ...], delayed: Captured | None = None
@@ -329,17 +333,26 @@ class BlockSchedule(ScheduleWrapper):
         for name, value in (state or fresh).items():
             setattr(self, name, value)
 
+    def why_not_compiled(self, captured: Captured, record: ScheduleRecord | None = None) -> str:
+        """As of a whole model; nor where a copy is kept of what the backward reads."""
+        if self._block_changed.values(captured):
+            return "the rest of the model changes in place what it reads in its backward"
+        return super().why_not_compiled(captured, record)
+
+    def _graph_settings(self, record: ScheduleRecord) -> GraphSettings:
+        settings, plan = super()._graph_settings(record), self._block_plan
+        if plan is None or self._block_share is None:
+            return settings
+        return replace(settings, limits=self._block_share.limits(max(0, plan.budget_bytes - plan.peak_bytes)))
+
     def _made(
-        self, record: ScheduleRecord, captured: Captured, within: int | None, args: tuple[Any, ...],
+        self, record: ScheduleRecord, captured: Captured, settings: GraphSettings | None, args: tuple[Any, ...],
         kwargs: dict[str, Any]
     ) -> CompiledStep:  # fmt: skip
-        shared, plan = self._block_shared, self._block_plan
-        if within is not None and plan is not None:  # one block runs at a time, and has all that the plan leaves
-            within += max(0, plan.budget_bytes - plan.peak_bytes)
-        step = shared.step(captured, record.schedule, within)
+        step = self._block_shared.step(captured, record.schedule, settings)
         if step is None:
-            step = super()._made(record, captured, within, args, kwargs)
-            shared.keep_step(captured, record.schedule, step, within)
+            step = super()._made(record, captured, settings, args, kwargs)
+            self._block_shared.keep_step(captured, record.schedule, step, settings)
         return step
 
     def _apply(self, fn: Any, *options: Any, **named: Any) -> Any:

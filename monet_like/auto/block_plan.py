@@ -37,6 +37,7 @@ from .block_menus import (
     record_of,
 )
 from .block_shares import OwnPlans, Share
+from .compiled_menus import compiled_menu
 from .kept_plans import NOTHING, KeptPlan, StepKey, found_or_planned, here, is_near, most_of_rest
 from .offloaded import NOT_PINNED, can_offload, link_rate, lone_in_all, offload, on_host, room_on_host
 from .planning import Settings
@@ -86,6 +87,7 @@ def _planned_with(
     """`plan_blocks` with what counts the memory of the step; and how the plan came to be, in words."""
     sharing = settings.sharing
     first = memory.rehearsed(None)
+    offloads = offloads and settings.backend == "eager"  # what Inductor saves stays on the device
     memory.host_bytes = room_on_host(of, first.step, settings) if offloads else 0
     lone = lone_in_all(memory, settings) if memory.host_bytes else {}
     kinds = all_do(lambda: kinds_of(of, first, lone), sharing)
@@ -124,7 +126,7 @@ def _key(kinds: Sequence[Kind | None], first: Step, memory: StepMemory, settings
         tuple(piece.calls for piece in first.pieces),
         tuple(moment.what for moment in first.moments),
         max(gathered(memory.resident_bytes, settings.sharing)),
-        (*settings.key, memory.streaming and memory.streaming.key, memory.host_bytes > 0),
+        (*settings.key, settings.backend, memory.streaming and memory.streaming.key, memory.host_bytes > 0),
         here(device_of(memory.of.model)),
         processes() if settings.sharing == "same" else 1,
     )
@@ -186,6 +188,7 @@ class _Planner:
         self.found: dict[str, Prepared] = {}
         self.menus: dict[Kind, tuple[Point, ...]] = {}
         self.lone: dict[Kind, frozenset[int]] = {}
+        self.compiled: set[Kind] = set()  # whose menus are of Inductor's graphs
         self.deadline = Deadline.of(settings)
         self.choice_seconds = max(settings.time_limit_seconds, CHOICE_SECONDS)
         self.bound_seconds = min(QUICK_BOUND_SECONDS if settings.quick else BOUND_SECONDS, settings.time_limit_seconds)
@@ -195,9 +198,24 @@ class _Planner:
         """Make the menus; plain PyTorch's points by block, and cuBLAS's workspaces."""
         given = self.settings, self.found, self.deadline.part(MENUS_SHARE), self.progress, self.link, self.lone
         self.menus = menus_of(self.of, self.kinds, *given)
+        if self.settings.backend == "inductor":
+            self._compile()
         plain = {kind: plain_point(self.found[kind.program], kind) for kind in self.menus}
         cublas = max(ready.cublas_bytes or ready.variants_cublas_bytes for ready in self.found.values())
         return tuple(plain[kind] if kind else NOTHING for kind in self.kinds), cublas
+
+    def _compile(self) -> None:
+        """Put points of Inductor's graphs beside schedules, which are taken where nothing else fits."""
+        for block, kind in zip(self.of.blocks, self.kinds, strict=True):
+            call = block._block_call
+            if kind is None or call is None or kind in self.compiled or kind.changed:
+                continue
+            name = type(block._model).__name__
+            self.progress.at("plan", f"{name} in Inductor", len(self.compiled), len(self.menus))
+            points = compiled_menu(block, call, self.found[kind.program], kind.held, self.menus[kind])
+            if points:
+                self.menus[kind] = (*points, *self.menus[kind])
+                self.compiled.add(kind)
 
     def pick(self, least: Step, budget_bytes: int, moments: Sequence[Moment], known: Choice | None) -> Choice:
         """The fastest points that fit, or those with the lowest peak.
@@ -220,7 +238,8 @@ class _Planner:
         made = {key: block_relaxation(ready.captured.program, ready.costs) for key, ready in self.found.items()}
         return Chooser(
             least.with_menus(self.menus[kind] if kind else [NOTHING] for kind in self.kinds),
-            [made[kind.program] if kind else None for kind in self.kinds], budget_bytes, self._point,
+            [made[kind.program] if kind and kind not in self.compiled else None for kind in self.kinds],
+            budget_bytes, self._point,
             self.settings.solver, choice_seconds=self.choice_seconds, bound_seconds=self.bound_seconds,
             seconds_left=self.deadline.left,
         )  # fmt: skip

@@ -16,6 +16,7 @@ from ..capture.example_inputs import specs_in_words
 from ..compiler.prepared import Prepared
 from ..compiler.progress import Progress
 from ..errors import InfeasibleError
+from ..inductor.planned_graph import Limits
 from ..ir.program import Program
 from ..ir.schedule_file import ScheduleRecord
 from ..ir.step import Point
@@ -64,6 +65,11 @@ class Share:
         moved = {v for v, _ in kind.lone} - {*point.shared, *kind.changed}
         lone = tuple(place for place, value in enumerate(captured.inputs) if value in moved)
         return Share(*_needed(point, captured.program), held, lone, Changed.of(kind.changed, captured))
+
+    def limits(self, room: int) -> Limits:
+        """Those of Inductor's graph of the block; ``room``: what the whole step leaves to the block that runs."""
+        backward = min(self.backward_bytes, self.adding_bytes)  # it returns all gradients together
+        return Limits(self.carried_bytes, self.forward_bytes + room, backward + room)
 
     def excess(self, point: Point, program: Program) -> tuple[int, str, int, int]:
         """By how many bytes another call of the block by this point needs more at most, where, what it needs and what

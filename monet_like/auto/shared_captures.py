@@ -19,6 +19,7 @@ from torch import nn
 from ..capture.captured import Captured
 from ..capture.guards.traversal import form_of_plain
 from ..capture.trace.answers import Answer
+from ..inductor.planned_graph import Settings
 from ..ir.schedule import Schedule
 from ..replay.training_step import CompiledStep
 
@@ -40,13 +41,13 @@ class _Shared:
     Attributes:
         call: everything but the block that the capture depends on.
         outline: of the block.
-        steps: by schedule, and the bytes within which Inductor compiles pieces of it; None: it compiles none.
+        steps: by schedule, and how Inductor's graphs are planned; None: it compiles none.
     """
 
     call: Any
     outline: Any
     captured: Captured
-    steps: dict[tuple[Schedule, int | None], CompiledStep] = field(default_factory=dict)
+    steps: dict[tuple[Schedule, Settings | None], CompiledStep] = field(default_factory=dict)
 
 
 class SharedCaptures:
@@ -89,15 +90,15 @@ class SharedCaptures:
         if self._of(captured) is None:
             self._found = [*self._found[1 - KEPT :], _Shared(call, outline, captured)]
 
-    def step(self, captured: Captured, schedule: Schedule, within: int | None) -> CompiledStep | None:
+    def step(self, captured: Captured, schedule: Schedule, settings: Settings | None) -> CompiledStep | None:
         """The compiled step of an equal block by the same schedule, as an object of its own; None if there is none."""
         known = self._of(captured)
-        return copy.copy(known.steps.get((schedule, within))) if known else None
+        return copy.copy(known.steps.get((schedule, settings))) if known else None
 
-    def keep_step(self, captured: Captured, schedule: Schedule, step: CompiledStep, within: int | None) -> None:
+    def keep_step(self, captured: Captured, schedule: Schedule, step: CompiledStep, settings: Settings | None) -> None:
         """Keep a compiled step for blocks that share its program."""
         if known := self._of(captured):
-            known.steps[schedule, within] = copy.copy(step)
+            known.steps[schedule, settings] = copy.copy(step)
 
     def _of(self, captured: Captured) -> _Shared | None:
         return next((known for known in self._found if known.captured is captured), None)

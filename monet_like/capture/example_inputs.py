@@ -154,3 +154,20 @@ def specs_in_words(specs: tuple[InputSpec, ...]) -> str:
         )
         or "no tensor"
     )
+
+
+def outline_of_call(example: Example) -> Example:
+    """Arguments whose tensors have no memory."""
+    with fake_mode():
+        return materialised(example)
+
+
+def materialised(example: Example) -> Example:
+    """Arguments with new tensors, of any content, that look like those of an outline."""
+
+    def made(tensor: torch.Tensor) -> torch.Tensor:
+        new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        return new.requires_grad_(tensor.requires_grad)
+
+    found: Example = map_tensors(made, example)
+    return found

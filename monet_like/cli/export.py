@@ -7,11 +7,12 @@ from pathlib import Path
 from ..capture.precision import autocast_as
 from ..errors import UsageError
 from ..export.decisions import Decisions, decisions_of
+from ..export.graph_plans import plan_model
 from ..export.policy_file import SelectivePlan, write_policy
 from ..export.remat import RematPlan, remat_plan
 from ..export.selective import SelectivePolicy, selective_plan
 from ..inductor.options import compile_options
-from ..inductor.plan_file import CompilePlan, GraphDecisions, plan_model
+from ..inductor.plan_file import CompilePlan, GraphDecisions
 from ..ir.schedule_file import ScheduleRecord
 from ..ir.units import format_bytes, format_seconds
 from ..job.job import Job

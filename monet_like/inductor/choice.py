@@ -7,6 +7,7 @@ more. So the graph is planned again for what the budget and such code leave of e
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +19,8 @@ from ..errors import InfeasibleError, warn_caller
 from ..ir.units import format_apart
 from .emission import modules_of
 from .groups import arranged_runs, runs_of
-from .kernels import Kernels
+from .joint import read_joint
+from .kernels import Kernels, kernels_of
 from .planned_graph import PlannedGraph, with_way
 from .portfolio import Partition, Way, called_costs, judged, own_partitions
 from .prices import device_of
@@ -45,6 +47,18 @@ class Handed:
     kernels: Kernels
     inputs: Sequence[object]
     options: Mapping[str, Any]
+
+
+def handed_over(gm: fx.GraphModule, inputs: Sequence[object], options: Mapping[str, Any]) -> Handed:
+    """What Inductor gives to a partitioner.
+
+    Raises:
+        UsageError: the graph has what a plan cannot express.
+    """
+    static = options.get("static_lifetime_input_indices") or ()
+    untouched = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    joint = read_joint(gm, options["num_fwd_outputs"], static)
+    return Handed(gm, untouched, kernels_of(joint, static), inputs, options)
 
 
 def partition_of(handed: Handed, found: PlannedGraph, *, measured: bool) -> Partition:

@@ -15,13 +15,13 @@ from typing import Any, cast
 
 from torch import fx
 
-from ..ir.order import Chain, Item, arranged, chain_of
-from ..ir.program import Cost, Program, Task
+from ..ir.program import RESIDENT_KINDS, Cost, Program, Task
 from ..ir.schedule import Schedule, kept_values
 from ..ir.simulate import running
 from .emission import GROUP, Run
 from .joint import Kernel, name_of
 from .kernels import Kernels
+from .order import Chain, Item, arranged
 
 #: How groups of nodes are called in Inductor's scheduler.
 _GROUP_NAME = "monet_like_group_of_"
@@ -112,18 +112,34 @@ def _chain(
     kept: Collection[int],
     launch_bytes: int,
 ) -> Chain:
-    """The runs of one graph as a chain.
+    """The runs of one graph as a chain: a value that is made again is another tensor.
 
     Args:
         start, kept: values that exist before and after.
     """
+    now = {v: v for v in range(len(program.values))}
+    value_of = dict(now)
+    readers: dict[int, list[int]] = {}
     items = []
     for k, (task, kernel) in enumerate(zip(tasks, ordered, strict=True)):
+        reads = tuple(now[v] for v in task.reads)
+        after: list[int] = []
+        for v in task.writes:
+            after += readers.get(now[v], [])
+            if v in start or any(v in other.writes for other in tasks[:k]):
+                now[v] = len(value_of)
+                value_of[now[v]] = v
+        if kernel is None:  # effects: they write into inputs that others read
+            after += range(k)
+        for tensor in reads:
+            readers.setdefault(tensor, []).append(k)
         moves = kernel is not None and kernel.generated
         beside = costs[task.cost].workspace_bytes if task.cost else 0
-        after = range(k) if kernel is None else ()  # effects: they write into inputs that others read
-        items.append(Item(task.reads, task.writes, moves, beside, tuple(after)))
-    return chain_of(program.values, items, start, kept, launch_bytes)
+        items.append(Item(reads, tuple(now[v] for v in task.writes), moves, beside, tuple(after)))
+    sizes = {tensor: program.values[v].bytes for tensor, v in value_of.items()}
+    counted = {t: 0 if program.values[v].kind in RESIDENT_KINDS else sizes[t] for t, v in value_of.items()}
+    ended = frozenset(now[v] for v in kept)
+    return Chain(tuple(items), counted, sizes, frozenset(start), ended, launch_bytes)
 
 
 def _with_apart(

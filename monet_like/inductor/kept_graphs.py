@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,6 +26,9 @@ from .planned_graph import PlannedGraph, graph_key
 from .portfolio import Way
 
 FORMAT, VERSION = "monet_like compiled graph", 1
+
+Kept = TypeVar("Kept")
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -89,10 +93,14 @@ def path_of(program: Program, device: torch.device, decides: tuple[Any, ...]) ->
 
 def find(path: Path, program: Program) -> PlannedGraph | None:
     """The plan in a file; None if there is none, with a warning where the file is damaged."""
+    return _found(path, KeptGraph, lambda kept: kept.planned(program))
+
+
+def _found(path: Path, kind: type[Kept], planned: Callable[[Kept], Made]) -> Made | None:
     if not path.exists():
         return None
     try:
-        return read_with_digest(path, KeptGraph, "plan of a graph", FORMAT, VERSION).planned(program)
+        return planned(read_with_digest(path, kind, "plan of a graph", FORMAT, VERSION))
     except (ScheduleFileError, ScheduleError, LookupError) as error:
         warn_caller(f"a compiled graph is planned anew: {error}")
         return None
@@ -102,3 +110,24 @@ def keep_graph(path: Path, graph: PlannedGraph) -> None:
     """Keep a plan, unless its search was interrupted."""
     if not graph.plan.interrupted:
         keep(KeptGraph.of(graph), path)
+
+
+@dataclass(frozen=True)
+class KeptMenu:
+    """The menu of a graph in a file."""
+
+    graphs: tuple[KeptGraph, ...]
+
+    def save(self, path: Path) -> None:
+        """Write the file, whole or not at all."""
+        write_with_digest(path, {"format": FORMAT, "version": VERSION, **asdict(self)})
+
+
+def find_menu(path: Path, program: Program) -> tuple[PlannedGraph, ...] | None:
+    """The menu in a file; None if there is none, with a warning where the file is damaged."""
+    return _found(path, KeptMenu, lambda kept: tuple(graph.planned(program) for graph in kept.graphs))
+
+
+def keep_menu(path: Path, graphs: Sequence[PlannedGraph]) -> None:
+    """Keep a menu."""
+    keep(KeptMenu(tuple(map(KeptGraph.of, graphs))), path)

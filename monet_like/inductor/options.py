@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,6 +12,10 @@ from ..errors import UsageError
 from ..ir.defaults import SOLVER
 from ..ir.units import Budget, parse_budget
 from ..torch_versions import warn_if_untested
+
+if TYPE_CHECKING:
+    from ..ir.schedule import Schedule
+    from .planned_graph import Settings
 
 
 def compile_options(
@@ -59,24 +64,14 @@ def compile_options(
     """
     if extra_bytes < 0 or calls < 1:
         raise UsageError(f"extra_bytes ({extra_bytes}) must be at least 0, and calls ({calls}) at least 1")
-    from torch._inductor import config
-
-    warn_if_untested()
-
-    hooks = ("custom_partitioner_fn", "_pre_fusion_custom_pass", "_post_fusion_custom_pass")
-    missing = [name for name in hooks if not hasattr(config, name)]
-    if missing:
+    if missing := missing_hook():
         raise UsageError(
-            f"compile_options needs torch._inductor.config.{missing[0]}, which PyTorch {torch.__version__} lacks; "
+            f"compile_options needs torch._inductor.config.{missing}, which PyTorch {torch.__version__} lacks; "
             "install a release that monet_like is tested with, or use monet_like.ScheduleWrapper"
         )
-    from .groups import grouped, ungrouped
-    from .partitioner import PlannedPartitioner
-    from .passes import SchedulerPass
     from .planned_graph import Settings
-    from .portfolio import OwnSettings
-    from .rehearsal import SETTINGS
 
+    warn_if_untested()
     planned = {}
     if isinstance(memory_budget, Path) or str(memory_budget).endswith(".json"):
         from .plan_file import read_plan
@@ -85,7 +80,27 @@ def compile_options(
         memory_budget, extra_bytes = known.budget_bytes, known.extra_bytes
         planned = {graph.key: graph.schedule for graph in known.graphs}
     budget = parse_budget(memory_budget)
-    decides = Settings(budget, extra_bytes, calls, quick, measured, solver, time_limit_seconds, gap)
+    return options_of(Settings(budget, extra_bytes, calls, quick, measured, solver, time_limit_seconds, gap), planned)
+
+
+def missing_hook() -> str:
+    """The first setting of Inductor that plans need and this PyTorch lacks; "" if there is none."""
+    from torch._inductor import config
+
+    hooks = ("custom_partitioner_fn", "_pre_fusion_custom_pass", "_post_fusion_custom_pass")
+    return next((name for name in hooks if not hasattr(config, name)), "")
+
+
+def options_of(decides: Settings, planned: Mapping[str, Schedule] | None = None) -> dict[str, Any]:
+    """Options of Inductor with which graphs are planned so; ``planned``: see `PlannedPartitioner`."""
+    from torch._inductor import config
+
+    from .groups import grouped, ungrouped
+    from .partitioner import PlannedPartitioner
+    from .passes import SchedulerPass
+    from .portfolio import OwnSettings
+    from .rehearsal import SETTINGS
+
     settings = {name: value for name, value in SETTINGS.items() if hasattr(config, name)}
     return {
         "custom_partitioner_fn": PlannedPartitioner(decides, planned),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -29,12 +28,10 @@ from ..plan.local_search.searcher import quick_evaluations
 from ..plan.result import Plan
 from ..plan.step.menus import menu
 from ..plan.step.proof import Chooser
-from .choice import Handed, fastest, partition_of
-from .emission import saved_nodes
-from .in_place import settled
-from .joint import read_joint
+from .choice import Handed, fastest, handed_over, partition_of
 from .kept_graphs import find, keep_graph, path_of
-from .kernels import Kernels, kernels_of
+from .kernels import Kernels
+from .menu import fastest_within, menu_of, saved_bytes, with_plan
 from .passes import code_digest
 from .planned_graph import PlannedGraph, Settings, graph_key, nameless, point_of_call, step_of_calls
 from .portfolio import own_partition
@@ -67,17 +64,13 @@ class PlannedPartitioner(CustomPartitionerFn):
             InfeasibleError: the graph does not fit into what is left of the budget.
         """
         self._check_region()
-        static = kwargs.get("static_lifetime_input_indices") or ()
-        untouched = fx.GraphModule(gm, copy.deepcopy(gm.graph))
-        joint = read_joint(gm, kwargs["num_fwd_outputs"], static)
-        kernels = kernels_of(joint, static)
-        handed = Handed(gm, untouched, kernels, joint_inputs, kwargs)
-        found = self._known(kernels)
+        handed = handed_over(gm, joint_inputs, kwargs)
+        found = self._known(handed.kernels)
         if found is None:
-            found = self._planned(kernels) if self.planned else self._kept(handed)
+            found = self._planned(handed.kernels) if self.planned else self._kept(handed)
             self.graphs.append(found)
         if found.share is not None:
-            return own_partition(untouched, joint_inputs, found.share, kwargs)
+            return own_partition(handed.untouched, joint_inputs, found.share, kwargs)
         return partition_of(handed, found, measured=self.settings.measured)
 
     def _check_region(self) -> None:
@@ -94,7 +87,8 @@ class PlannedPartitioner(CustomPartitionerFn):
 
     def _known(self, kernels: Kernels) -> PlannedGraph | None:
         """The plan of an equal graph that has the same share of the budget, such as that of another block."""
-        if self.settings.calls == 1 and self.settings.budget.bytes is not None:
+        alone = self.settings.calls == 1 and self.settings.limits is None
+        if alone and self.settings.budget.bytes is not None:
             return None  # what is left of the amount is another
         for place, graph in enumerate(self.graphs):
             if nameless(graph.program) == nameless(kernels.program):
@@ -104,6 +98,8 @@ class PlannedPartitioner(CustomPartitionerFn):
 
     def _kept(self, handed: Handed) -> PlannedGraph:
         """The plan in the cache, or one that is made now and kept."""
+        if self.settings.limits is not None:
+            return fastest_within(self.settings.limits, menu_of(handed, self.settings))
         kernels = handed.kernels
         device, calls = kernels.joint.device, self.settings.calls
         compares = self.compares and device.type == "cuda" and inductor.custom_partitioner_fn is self
@@ -135,11 +131,11 @@ class PlannedPartitioner(CustomPartitionerFn):
             found, for_one = self._from_file(program, costs) or self._plan_calls(kernels, costs, budget)
         except InfeasibleError as error:
             raise self._explained(error, before) from None
-        return _with_plan(PlannedGraph(program, costs, found, plain, for_one, (), 0, step_bytes=budget), found, kernels)
+        return with_plan(PlannedGraph(program, costs, found, plain, for_one, (), 0, step_bytes=budget), found, kernels)
 
     def _replanned(self, found: PlannedGraph, kernels: Kernels, more: int) -> PlannedGraph:
         """The graph with a plan for so many bytes more than its budget, or less."""
-        return _with_plan(found, self._plan_calls(kernels, found.costs, found.step_bytes + more)[0], kernels)
+        return with_plan(found, self._plan_calls(kernels, found.costs, found.step_bytes + more)[0], kernels)
 
     def _from_file(self, program: Program, costs: Mapping[str, Cost]) -> tuple[Plan, int] | None:
         """The plan that was made in advance; None: none was."""
@@ -237,19 +233,5 @@ class NotKept(BypassAOTAutogradCache, BypassFxGraphCache):
     """Has PyTorch compile a graph without its caches."""
 
 
-def _with_plan(graph: PlannedGraph, found: Plan, kernels: Kernels) -> PlannedGraph:
-    """The graph with this plan, whose kernels write to memory that ends with them where they can."""
-    schedule = settled(graph.program, found.schedule)
-    found = replace(found, schedule=schedule, report=simulate(graph.program, schedule, graph.costs))
-    nodes = saved_nodes(kernels, schedule)
-    names = tuple(node.name for node in nodes if node.op != "placeholder")
-    return replace(graph, plan=found, saved=names, saved_bytes=_saved_bytes(kernels, schedule))
-
-
-def _saved_bytes(kernels: Kernels, schedule: Schedule) -> int:
-    saved = (kernels.program.values[kernels.value_of[node]] for node in saved_nodes(kernels, schedule))
-    return sum(value.bytes for value in saved if value.kind != "parameter")
-
-
 def _point(kernels: Kernels, costs: Mapping[str, Cost], schedule: Schedule) -> Point:
-    return point_of_call(kernels.program, costs, schedule, _saved_bytes(kernels, schedule))
+    return point_of_call(kernels.program, costs, schedule, saved_bytes(kernels, schedule))

@@ -14,12 +14,33 @@ from ..ir.simulate import Report, simulate
 from ..ir.step import Moment, Piece, Point, Step, peak_of
 from ..ir.units import Budget, format_bytes, format_seconds
 from ..plan.result import Plan
+from ..plan.step.menus import kept_inputs
 from .portfolio import Way
 
 
 @dataclass(frozen=True)
+class Limits:
+    """The bytes that a piece of a larger step may take.
+
+    Attributes:
+        carried_bytes: from its forward to its backward, inputs and results among them.
+        forward_bytes: in its forward, above what exists when that begins.
+        backward_bytes: in its backward, above what would exist when that begins if it carried nothing.
+    """
+
+    carried_bytes: int
+    forward_bytes: int
+    backward_bytes: int
+
+
+@dataclass(frozen=True)
 class Settings:
-    """What decides the plans of a partitioner: see `monet_like.inductor.options.compile_options`."""
+    """What decides the plans of a partitioner: see `monet_like.inductor.options.compile_options`.
+
+    Attributes:
+        limits: of a piece of a larger step, which takes a point of its menu (`monet_like.inductor.menu`); ``budget``
+            and ``calls`` are then not asked. None: the graphs are the step.
+    """
 
     budget: Budget
     extra_bytes: int = 0
@@ -29,6 +50,7 @@ class Settings:
     solver: str = SOLVER
     time_limit_seconds: float = 30.0
     gap: float = 0.01
+    limits: Limits | None = None
 
 
 @dataclass(frozen=True)
@@ -89,6 +111,30 @@ class PlannedGraph:
         peak = self.peak_bytes - base_bytes(self.program)
         point = Point(self.schedule, self.seconds, self.saved_bytes, peak, peak, peak)
         return self.step_bytes - peak_of(step_of_calls(self.program, calls), [point])[0]
+
+    @property
+    def kept_inputs(self) -> tuple[int, ...]:
+        """The inputs that the forward hands to the backward: values of the program."""
+        if self.way is None:
+            return tuple(sorted(kept_inputs(self.program, self.schedule)))
+        values = self.program.values
+        return tuple(v for v, value in enumerate(values) if value.kind == "input" and value.name in self.way.inputs)
+
+    @property
+    def needs(self) -> Limits:
+        """The least limits of a piece that runs so."""
+        program, resident = self.program, self.program.resident_bytes
+        if self.way is not None:
+            forward, backward = self.way.rehearsed.forward_bytes, self.way.rehearsed.backward_bytes
+        else:
+            steps, count = self.plan.report.steps, len(self.schedule.forward)
+            forward, backward = (
+                max((step.bytes for step in some), default=resident) - resident
+                for some in (steps[:count], steps[count:])
+            )
+        given = sum(program.values[v].bytes for v in self.kept_inputs)
+        backward += given - (base_bytes(program) - resident)
+        return Limits(self.saved_bytes, forward, max(backward, self.saved_bytes))
 
     @property
     def held_bytes(self) -> int:

@@ -20,7 +20,7 @@ from torch import nn
 
 from ..errors import warn_caller
 
-REASON = "a monet_like schedule runs as it is; for compiled pieces give backend='inductor'"
+REASON = "a monet_like schedule runs as it is; to have it compiled within its plan give backend='inductor'"
 
 
 class SignedAsModel:

@@ -7,7 +7,6 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +29,8 @@ from ..capture.trace.answers import Answer, raised_by_model
 from ..capture.trace.taken import taken_leaves
 from ..capture.trees import flattened, tensors_of
 from ..errors import InfeasibleError, MonetError, ScheduleFileError, UsageError, warn_caller
+from ..inductor.compiled_call import CompiledCall, NotCompiled
+from ..inductor.planned_graph import Settings
 from ..ir.mode import NHWC, parse_mode
 from ..ir.schedule_file import InputSpec, ScheduleRecord
 from ..ir.units import format_bytes
@@ -37,7 +38,6 @@ from ..nn.sync_batch_norm import world
 from ..runtime import out_of_memory
 from ..runtime.offloaded_calls import Keeping
 from ..runtime.questions import OtherAnswer
-from ..runtime.streamed_block import Streamed
 from ..variants import admitted
 from .branches import known_answers
 from .checks.call_keys import arguments, structure
@@ -45,11 +45,12 @@ from .checks.changed_inputs import check_changeable
 from .checks.compatibility import carried_over, check_program, has_liger, mismatch, replayed_in_words
 from .checks.transforms import check_transforms
 from .checks.twins import warn_of_liger, warn_of_twins
+from .compiling import Compiling
 from .graphs.model import ModelGraphs
 from .kept_steps import KeptStep, KeptSteps
 from .memory.arena import Arena
 from .plain_call import PlainCall
-from .stand_in import SignedAsModel, StandIn, warn_of_checkpointing
+from .stand_in import SignedAsModel, warn_of_checkpointing
 from .training_step import CompiledStep, run_step
 
 _log = logging.getLogger("monet_like")
@@ -62,22 +63,18 @@ class NewInput(UsageError):
     """A call that no plan serves, where ``on_new_input`` does not let it be planned."""
 
 
-class Stepping(StandIn):
+class Stepping(Compiling):
     """A module whose calls in training follow schedules; what is shared with the model is in `ScheduleWrapper`."""
 
     record: ScheduleRecord
-    backend: str
     _kept: KeptSteps
     _lock: CallLock
     _begun: bool
     _arena: Arena | None
     _graphs: ModelGraphs | None
     _synchronised: bool
-    _streamed: Streamed | None
     #: What a call does for which nothing was planned: "plan", "plain" or "error"; see `monet_like.auto_schedule`.
     _on_new_input = "plan"
-    #: Whether progress is shown; None: if somebody sees stderr.
-    _shows_progress: bool | None = None
 
     @SignedAsModel
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -101,8 +98,14 @@ class Stepping(StandIn):
             out_of_memory.begins(self, kept.captured.device)
             plain = self._plain_call(kept, leaves, spec)
             try:
-                whole = kept.reads, places, self._streamed, plain, self._keeping(kept), self._graphs
-                result = run_step(kept.step, parameters, buffers, inputs, *whole)
+                if kept.step.compiled is not None and self._arena is None:
+                    result = self._run_compiled(kept.step.compiled, args, kwargs)
+                else:
+                    whole = kept.reads, places, self._streamed, plain, self._keeping(kept), self._graphs
+                    result = run_step(kept.step, parameters, buffers, inputs, *whole)
+            except NotCompiled as error:
+                self._leave_uncompiled(kept.step, error, (args, kwargs))
+                continue
             except OtherAnswer as other:
                 before, known = known, known_answers(kept.captured, other)
                 if len(known) <= len(before):  # from equal states it does not answer alike
@@ -262,10 +265,6 @@ class Stepping(StandIn):
                 self._kept.drop(key)  # or each call would begin by it
                 self._run_plain(key, reason, input_specs(*given))
 
-    def _tells_of(self, inputs: tuple[InputSpec, ...]) -> bool:
-        """Whether to warn of calls with such inputs; not so of each of many equal blocks."""
-        return True
-
     def _attention(self) -> AbstractContextManager[None]:
         """The kind of attention that the schedule was planned with, pinned while the model is captured."""
         name = self.record.attention if self.record else ""
@@ -314,9 +313,8 @@ class Stepping(StandIn):
         warn_of_twins(captured, captured.device, stacklevel=3)
         warn_of_liger(captured.program, record.schedule, captured.device, stacklevel=3)
         warn_of_checkpointing(self._model)
-        fuses = self.backend == "inductor" and inputs == record.inputs
-        within = record.budget_bytes - record.extra_bytes if fuses else None
-        kept = KeptStep.of(self._made(record, captured, within, args, kwargs), captured, self._model, record.offloaded)
+        made = self._made(record, captured, self._compiles(record, captured, inputs), args, kwargs)
+        kept = KeptStep.of(made, captured, self._model, record.offloaded)
         self._kept.add(key, kept)
         if len(self._kept) == MANY_STEPS:
             last = f" (the last time, {change})" if change else ""
@@ -328,18 +326,12 @@ class Stepping(StandIn):
         return kept
 
     def _made(
-        self, record: ScheduleRecord, captured: Captured, within: int | None, args: tuple[Any, ...],
+        self, record: ScheduleRecord, captured: Captured, settings: Settings | None, args: tuple[Any, ...],
         kwargs: dict[str, Any]
     ) -> CompiledStep:  # fmt: skip
-        """Compile a schedule's decisions; ``within``: as `CompiledStep`'s ``fuse_within_bytes``."""
-        if within is not None:
-            from ..compiler.progress import Progress  # with rich, which a replay can do without
-
-            with Progress(quiet=self._shows_progress is False, first="compile") as progress:
-                return CompiledStep(
-                    captured, record.schedule, within, told=partial(progress.at, "compile"), run_bytes=record.run_bytes
-                )
+        """Compile a schedule's decisions; ``settings``: Inductor compiles the model, whose graphs are planned so."""
         step = CompiledStep(captured, record.schedule, run_bytes=record.run_bytes)
+        step.compiled = None if settings is None else CompiledCall(settings)
         if not captured.gradients_in_rows:
             step.for_row_major = self._for_row_major(record, step, args, kwargs)
         return step

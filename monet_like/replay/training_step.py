@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import starmap
 from typing import Any, Protocol
 
@@ -23,6 +22,7 @@ from ..capture.example_inputs import may_be_saved
 from ..capture.guards.holders import Holder
 from ..capture.guards.reads import Reads
 from ..errors import UsageError
+from ..inductor.compiled_call import CompiledCall
 from ..ir.program import RESIDENT_KINDS, Call, Ref
 from ..ir.schedule import Schedule
 from ..runtime import out_of_memory
@@ -34,8 +34,6 @@ from .branches import undone_if_ended, written_residents
 from .checks.backward_checks import Asked, Hook, check_backward, inner_results, watch_results
 from .checks.one_pass import in_one_pass
 from .checks.transforms import own_tensors_alone
-from .fusible import without_cudnn
-from .fusion import Fused, fuse
 from .graphs.model import ModelGraphs
 from .graphs.step import GraphedCall
 from .memory.arena import StepMemory
@@ -50,17 +48,14 @@ class CompiledStep:
     """A compiled training step. It holds no tensors: all state belongs to one call.
 
     Args:
-        fuse_within_bytes: have Inductor compile pieces with which the step stays within this or, if that is more,
-            within what the schedule's values take. None: compile none.
-        watch: called before every task; not for what Inductor compiles.
+        watch: called before every task.
         segments: of a step with the same gradients: its backward is cut so that they are returned in these segments.
-        told: of the pieces that Inductor compiles, see `fuse`.
         run_bytes: predicted memory while each task runs, in the order of the schedule; for people.
 
     Attributes:
         captured: without constants and the values that the model read, see `KeptStep`.
         residents: the parameters, the buffers and the inputs.
-        blocks: its forward, and the segments of its backward, before Inductor compiles parts of them.
+        blocks: its forward, and the segments of its backward.
         forward: from the residents to (outputs, what ``saved`` lists).
         may_end: whether a call of the forward may end without a result: it asks for values, or has side effects.
         written: positions of the residents that the forward changes.
@@ -69,13 +64,13 @@ class CompiledStep:
         overwritten: positions among ``saved`` of those whose memory the backward writes into.
         inner_results: positions of outputs from which others are made.
         tangents: (position among the outputs, value) of the incoming gradients that it reads.
-        fused: code that Inductor compiled.
+        compiled: runs its calls instead, compiled by Inductor; None: they follow the schedule.
         for_row_major: the same step, whose backward takes incoming gradients in row-major order, where the model's
             results lie in another: plain PyTorch's kernels round differently for another layout. None: it takes copies.
         memory: where its tensors are placed; None: where PyTorch's allocator puts them.
     """
 
-    fused: Fused | None = None
+    compiled: CompiledCall | None = None
     for_row_major: CompiledStep | None = None
     memory: StepMemory | None = None
 
@@ -83,10 +78,8 @@ class CompiledStep:
         self,
         captured: Captured,
         schedule: Schedule,
-        fuse_within_bytes: int | None = None,
         watch: Callable[[], None] | None = None,
         segments: Sequence[Segment] = (),
-        told: Callable[[str, int, int], None] | None = None,
         run_bytes: Sequence[int] = (),
     ) -> None:
         self.captured = replace(captured, reads=None, constants=Constants(), without_variants=None)
@@ -96,15 +89,7 @@ class CompiledStep:
         stretches = cut_alike(captured, schedule, segments) if segments else cut(captured, schedule)
         runs: Runs = [tasks_of(captured, schedule, start, stop) for start, stop, _ in stretches]
         runs = with_run_bytes([tuple(program.tasks[i] for i in schedule.forward), *runs], run_bytes)
-        functions: dict[str, Callable[..., Any]] = {}
-        if fuse_within_bytes is None:
-            blocks = self.blocks = _blocks(captured, self.residents, runs, stretches)
-        else:
-            runs = [without_cudnn(captured, tasks) for tasks in runs]
-            cut_into = partial(_blocks, captured, self.residents, stretches=stretches)
-            runs, self.fused = fuse(captured, runs, stretches, cut_into, fuse_within_bytes, told)
-            self.blocks = cut_into(runs)
-            blocks, functions = self.fused.blocks, self.fused.functions
+        blocks = self.blocks = _blocks(captured, self.residents, runs, stretches)
         self.saved = blocks[0].carries
         there = {*blocks[1].takes} if blocks[1:] else set()
         self.tangents = tuple((i, v) for i, v in enumerate(captured.tangents) if v in there)
@@ -112,10 +97,10 @@ class CompiledStep:
         self.overwritten = tuple(place for place, value in enumerate(self.saved) if value in taken)
         self._partial: dict[frozenset[int], Backward] = {}
         asking = {ASK: Asking([answer.shown for answer in captured.answers])}
-        self.forward = compile_block(blocks[0], "forward", {**functions, **asking}, watch)
+        self.forward = compile_block(blocks[0], "forward", asking, watch)
         self.may_end = bool(captured.answers) or captured.effects is not None
         self.written = written_residents(runs[0], self.residents)
-        self.backward: Backward = compile_chain(blocks[1:], "backward", functions, watch)
+        self.backward: Backward = compile_chain(blocks[1:], "backward", before=watch)
         place = {value: i for i, value in enumerate(self.saved) if program.values[value].kind in RESIDENT_KINDS}
         self.segments = tuple(
             Segment(

@@ -18,19 +18,19 @@ from ..capture.trace.alone import CallLock
 from ..capture.trace.joint import asks_for_values
 from ..capture.trees import flattened
 from ..errors import CaptureError, ScheduleFileError, UsageError
+from ..inductor.compiled_call import check_inductor
 from ..ir.schedule_file import ScheduleRecord
 from ..ir.units import format_bytes, format_seconds
 from ..nn.sync_batch_norm import is_synchronised
 from ..profile.devices import known_limits, machine_at
 from ..runtime.streamed_block import Streamed
 from .checks.compatibility import check_shapes, told_of_order, warn_elsewhere
-from .fusion import check_inductor
 from .graphs.model import ModelGraphs
 from .kept_steps import KeptSteps
 from .memory.arena import Arena
 from .stepping import Stepping
 
-#: How the operators of a schedule run: one by one as PyTorch calls them, or in pieces that TorchInductor compiles.
+#: How calls run: one operator after the other as PyTorch calls them, or as graphs that TorchInductor compiles.
 BACKENDS = ("eager", "inductor")
 
 
@@ -51,9 +51,9 @@ class ScheduleWrapper(Stepping):
             batch, shorter sequences. They are captured once for each shape and follow the same decisions.
         example: arguments to capture the model with, as (args, kwargs); default: fake ones of the file's shapes.
         captured: the model as captured with ``example`` and the schedule's mode, if that is at hand: it takes seconds.
-        backend: ``eager``, or ``inductor``: runs of elementwise operators, normalisations and reductions are compiled
-            (minutes, once). They are moved next to each other where that pays, within the schedule's budget. Results
-            agree to rounding, random masks are the same. Smaller inputs are replayed by ``eager``.
+        backend: ``eager``, or ``inductor``: the model is compiled as one graph, planned for the budget of the schedule
+            (minutes, once); where that fails, it follows the schedule, with a warning. Results agree to rounding,
+            random masks are the same. Smaller inputs are replayed by ``eager``.
 
     Raises:
         UsageError: an unknown backend, or one that lacks its compiler.

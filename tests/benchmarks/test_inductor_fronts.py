@@ -12,7 +12,7 @@ from torch import nn
 
 from benchmarks import inductor_fronts
 from benchmarks.inductor_fronts_nets import Measured
-from benchmarks.inductor_fronts_table import ABOVE, COMPILE, OWN, PIECES, Row
+from benchmarks.inductor_fronts_table import ABOVE, COMPILE, OWN, Row
 from benchmarks.kept_prices import kept_prices
 from benchmarks.rows import read_rows
 from benchmarks.unrun_kernels import unrun_kernels
@@ -79,18 +79,16 @@ def test_the_command_measures_writes_a_table_and_goes_on_where_it_ended(
 ) -> None:
     nets = {"net": Measured(Net, lambda: ((torch.randn(256, 32),), {}), "two layers")}
     monkeypatch.setattr(inductor_fronts, "NETS", nets)
-    words = ["--nets", "net", "--budgets", "0.1,0.09", "--shares", "80", "--schedules", "--out", str(tmp_path)]
+    words = ["--nets", "net", "--budgets", "0.1,0.09", "--shares", "80", "--out", str(tmp_path)]
     done = CliRunner().invoke(inductor_fronts.main, [*words, "--solvers", "dp"])
     assert done.exit_code == 0, done.output
     rows = {r.label: r for r in read_rows(tmp_path / "inductor_fronts.csv", Row)}
     assert [r.reason for r in rows.values() if r.status != "measured"] == []
     others = {f"{ABOVE} 0.1 dp", f"{ABOVE} 0.09 dp"}
-    planned = {f"{kind} {setting}" for kind in (OWN, PIECES) for setting in ("least", "80%", "at 0.1 dp")}
+    planned = {f"{OWN} {setting}" for setting in ("least", "80%", "at 0.1 dp")}
     assert set(rows) == {COMPILE, *others, *planned}
     own = [r for r in rows.values() if r.contender == OWN]
     assert [r for r in own if not 0.97 * r.predicted_bytes <= r.peak_bytes <= r.budget_bytes + 64] == []
-    schedules = [r for r in rows.values() if r.contender == PIECES]
-    assert [r for r in schedules if not 0.9 * r.predicted_bytes <= r.peak_bytes <= r.budget_bytes + 64] == []
     first, second = (replace(rows[label], setting="") for label in sorted(others))
     assert first == second  # the same graphs: measured once
     assert "| planned least |" in (tmp_path / "inductor_fronts.md").read_text()

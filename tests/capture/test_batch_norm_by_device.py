@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from cudnn_setting import cudnn_enabled
-from replays import LOSS_BYTES, costs_of, record_for, replayed, worst
+from replays import LOSS_BYTES, costs_of, replayed, worst
 from torch import Tensor, nn
 from torch._prims_common import suggest_memory_format
 from training import run, twin
@@ -31,7 +31,6 @@ from monet_like.plan.local_search.searcher import find_start
 from monet_like.plan.random_schedules import random_schedule
 from monet_like.profile.devices import DEVICES
 from monet_like.profile.roofline import roofline
-from monet_like.replay.wrapper import ScheduleWrapper
 from monet_like.runtime import batch_norm, operators
 from monet_like.runtime.batch_norm import CUDNN, CUDNN_BACKWARD, NATIVE, NATIVE_BACKWARD, by_cudnn
 from monet_like.variants import admitted
@@ -300,24 +299,6 @@ def test_planned_schedules_fit_and_count_the_reserve(mode: str, share: float) ->
     outcome = replayed(whole, captured, schedule, mode)
     assert worst(plain, outcome) <= (1e-5 if "conv" in mode else 0.0)
     assert program.resident_bytes + outcome.rise_bytes - LOSS_BYTES == report.peak_bytes
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("cudnn")
-def test_inductor_gets_atens_own() -> None:
-    whole = example()
-    captured = admitted(capture(*whole[:2]), "normal")
-    record = record_for(captured, store_all(captured.program), "normal", whole)
-    model = twin(whole[0])
-    wrapped = ScheduleWrapper(model, record, example=whole[1:], captured=captured, backend="inductor")
-    outcome = run(wrapped, whole[1], whole[2])
-    assert worst(run(twin(whole[0]), whole[1], whole[2]), outcome) <= 1e-5
-    (step,) = (each.step for each in wrapped._kept)
-    assert step.fused is not None
-    assert step.fused.compiled
-    without = step.blocks[1:]  # for a backward where some incoming gradients are missing
-    for blocks in (step.fused.blocks, without):
-        assert calls_of([task for block in blocks for task in block.tasks]).keys() <= {NATIVE, NATIVE_BACKWARD}
 
 
 # Plans --------------------------------------------------------------------------------------------------------------

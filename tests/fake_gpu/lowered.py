@@ -30,12 +30,13 @@ from torch._inductor import config
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.graph import GraphLowering
 
+from monet_like.export.graph_plans import plan_model
 from monet_like.inductor import choice, prices, rehearsal
 from monet_like.inductor.emission import Run
 from monet_like.inductor.groups import arranged_runs
 from monet_like.inductor.joint import Kernel
 from monet_like.inductor.options import compile_options
-from monet_like.inductor.plan_file import GraphDecisions, plan_model
+from monet_like.inductor.plan_file import GraphDecisions
 from monet_like.inductor.planned_graph import PlannedGraph
 from monet_like.inductor.portfolio import Way, judged
 from monet_like.ir.program import Cost

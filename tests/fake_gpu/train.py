@@ -1,4 +1,4 @@
-"""Run on the fake GPU: models captured, profiled, planned and replayed, and what the allocator saw of it.
+"""Run on the fake GPU: models captured, profiled, planned and blocks, and what the allocator saw of it.
 
 ``python train.py WHAT:CASE...`` prints one line of JSON for each: a function of `WHAT` about a case of `CASES`. Without
 arguments it serves: see `serve`.
@@ -446,7 +446,7 @@ def counted(run: Callable[[], Any]) -> dict[str, int]:
 
 
 def graphed(name: str) -> dict[str, Any]:
-    """Steps that are replayed as CUDA graphs: what is launched, the pool's memory, and how far the generator is."""
+    """Steps that are blocks as CUDA graphs: what is launched, the pool's memory, and how far the generator is."""
     wrapped, args, running = planned(name, memory_budget="150%" if "dropout" in name else "80%")
     record, pool, session = wrapped.record, list[int](), CudaRecorder.session
     torch.cuda.manual_seed(0)
@@ -762,11 +762,11 @@ def compiled(asked: str) -> dict[str, Any]:
     return lowered.compiled(asked)
 
 
-def replayed(asked: str) -> dict[str, Any]:
-    """What a replay launches that Inductor compiles pieces of."""
-    import replayed
+def blocks(asked: str) -> dict[str, Any]:
+    """What a plan of blocks launches that Inductor compiles."""
+    import compiled_blocks
 
-    return replayed.counted(asked)
+    return compiled_blocks.counted(asked)
 
 
 WHAT = {
@@ -776,7 +776,7 @@ WHAT = {
         placed_loss, timed, by_rates, attention, saved, copies, live, out_of_memory, out_of_memory_in_blocks, card,
         moved, several_devices, cublas, streamed.races, streamed.two_streams, streamed.weights, streamed.larger,
         streamed.no_room, streamed.replicated, streamed.offloaded, streamed.offloading_blocks, convolutions.cudnn_calls,
-        offloads, graphed, capture_fails, compiled, replayed,
+        offloads, graphed, capture_fails, compiled, blocks,
     )
 }  # fmt: skip
 

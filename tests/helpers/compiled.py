@@ -12,7 +12,7 @@ from torch import nn
 
 import monet_like
 from benchmarks.unrun_kernels import unrun_kernels
-from monet_like.inductor.plan_file import _run_as_it_is
+from monet_like.export.graph_plans import _run_as_it_is
 from monet_like.inductor.planned_graph import PlannedGraph
 from monet_like.replay.verify.steps import step_peak, train_step
 

@@ -21,9 +21,10 @@ import monet_like
 from benchmarks.unrun_kernels import unrun_kernels
 from monet_like.cli.group import main
 from monet_like.errors import InfeasibleError, ScheduleFileError, UsageError
+from monet_like.export.graph_plans import _run_as_it_is
 from monet_like.inductor.emission import GROUP
 from monet_like.inductor.partitioner import PlannedPartitioner
-from monet_like.inductor.plan_file import _run_as_it_is, read_plan
+from monet_like.inductor.plan_file import read_plan
 from monet_like.inductor.planned_graph import PlannedGraph
 from monet_like.profile.measure import allocated_peak
 

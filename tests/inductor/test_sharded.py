@@ -9,11 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from block_models import Decoder, Layer, tokens
 from compiled import uncompiled
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import monet_like
+from monet_like.auto.block import blocks_of
+from monet_like.export.graph_plans import _run_as_it_is
+from monet_like.inductor import compiled_call
+
+COMPILED = {"backend": "inductor", "effort": "quick", "verbose": False}
 
 
 @pytest.fixture
@@ -43,3 +49,38 @@ def test_forwards_of_sharded_layers_are_planned_once() -> None:
     assert graph.saved_bytes < sum(256 * width * 4 for width in (64, 64, 32))  # as without a plan, results included
     for (name, parameter), sharded in zip(plain.named_parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, sharded.grad.full_tensor(), msg=name)
+
+
+def same(plain: nn.Module, model: nn.Module, x: torch.Tensor) -> None:
+    for _ in range(2):
+        for net in (plain, model):
+            torch.manual_seed(1)
+            net(x).square().mean().backward()
+    for (name, parameter), other in zip(plain.named_parameters(), model.parameters(), strict=True):
+        grad = other.grad.full_tensor() if hasattr(other.grad, "full_tensor") else other.grad
+        torch.testing.assert_close(parameter.grad, grad, msg=name)
+
+
+@pytest.mark.usefixtures("alone")
+def test_sharded_blocks_of_a_plan_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_call, "_without_donations", _run_as_it_is)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain, x = Decoder(Layer), tokens()
+    model = monet_like.auto_schedule(copy.deepcopy(plain), memory_budget="70%", blocks="layers.*", **COMPILED)
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    same(plain, model, x)
+    assert all(kept.step.compiled for block in blocks_of(model) for kept in block._kept)
+
+
+@pytest.mark.usefixtures("alone")
+def test_one_graph_serves_all_buckets_of_ddp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_call, "_without_donations", _run_as_it_is)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain, x = Decoder(Layer), tokens()
+    model = monet_like.auto_schedule(copy.deepcopy(plain), memory_budget="80%", **COMPILED)
+    same(plain, nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.01), x)
+    assert [len(kept.step.compiled.graphs) for kept in model._kept] == [1]

@@ -134,20 +134,14 @@ def test_convolutions_that_inductor_turns_to_channels_last_are_rehearsed_so(lowe
     assert [planned["kernels"], planned["moved_bytes"]] in planned["judged"][str(planned["share"])]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "more_bytes"), [("llama with LoRA", 1.2), ("llama", 1.3), ("gpt2", 1.0)])
-def test_a_replay_comes_near_to_torch_compile(ask: Ask, name: str, more_bytes: float) -> None:
-    """By the order of its tasks. It keeps what plain PyTorch keeps, and compiles nothing across products."""
-    asked = (f"compiled:{name}:1.0", f"replayed:{name}:1.0 within 2", f"replayed:{name}:1.0 within 2 as captured")
-    compiled, found, captured = ask(*asked, CUBLAS_WORKSPACE_CONFIG=":16:8")
-    assert found["peak_bytes"] <= found["budget_bytes"] == captured["budget_bytes"]
-    assert found["kernels"] <= compiled["kernels"] + 3
-    assert found["moved_bytes"] <= more_bytes * compiled["moved_bytes"]
-    assert found["moved_bytes"] < captured["moved_bytes"]
-
-
-@pytest.mark.slow
-def test_pieces_of_a_replay_stay_within_a_tight_budget(ask: Ask) -> None:
-    asked = ("replayed:llama with LoRA:0.8 within 1", "replayed:llama with LoRA:1.0 within 1")
-    for found in ask(*asked, CUBLAS_WORKSPACE_CONFIG=":16:8"):
-        assert found["peak_bytes"] <= found["budget_bytes"] == found["planned_bytes"]
+@pytest.mark.slow(rare=["llama with LoRA"])
+@pytest.mark.parametrize("name", ["gpt2", "llama with LoRA"])
+def test_blocks_launch_what_torch_compile_does_at_its_peak_and_go_on_below(ask: Ask, name: str) -> None:
+    """The budget has cuBLAS's workspace besides, which plans of blocks count. Each way is compiled for itself."""
+    found, lean = ask(f"blocks:{name}:1.0 in 1.02", f"blocks:{name}:1.0 in 0.7", CUBLAS_WORKSPACE_CONFIG=":16:8")
+    for one in (found, lean):
+        assert one["planned"]["peak_bytes"] <= one["predicted_bytes"] <= one["budget_bytes"]
+    compiled, planned, ways = found["compiled"], found["planned"], len(found["ways"])
+    assert planned["kernels"] <= ways * (compiled["kernels"] + 1)
+    assert planned["moved_bytes"] <= ways * compiled["moved_bytes"]
+    assert planned["saved_bytes"] == compiled["saved_bytes"] > lean["planned"]["saved_bytes"]

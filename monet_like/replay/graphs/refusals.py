@@ -39,7 +39,7 @@ class Step(Protocol):
     tangents: tuple[tuple[int, int], ...]
     written: tuple[int, ...]
     may_end: bool
-    fused: Any
+    compiled: Any
 
 
 def kernel_settings() -> tuple[Any, ...]:
@@ -69,8 +69,8 @@ def refusal(step: Step) -> str:
             return f"its schedule {reason}"
     if step.may_end:
         return "its forward asks for values of tensors, or sets Python values"
-    if step.fused is not None:
-        return "Inductor compiles parts of it"
+    if step.compiled is not None:
+        return "Inductor compiles it"
     if {output.value for output in captured.outputs} & set(step.residents):
         return "a result lies in the memory of a parameter, a buffer or an input, which a copy would not"
     backward = [task for block in step.blocks[1:] for task in block.tasks]

@@ -15,10 +15,8 @@ as early as possible, everything as late as possible.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-
-from .program import RESIDENT_KINDS, Value
 
 #: How often all kernels are looked at.
 ROUNDS = 4
@@ -106,39 +104,6 @@ class Chain:
     def places(self) -> int:
         """How many places there are."""
         return sum(not item.moves for item in self.items) + 1
-
-
-def chain_of(
-    values: Sequence[Value], items: Sequence[Item], start: Collection[int], kept: Collection[int], launch_bytes: int
-) -> Chain:
-    """The chain of items whose reads and writes are values, each of which may be written several times: every time it
-    is another tensor, which is written when the one before it is not read any more.
-
-    Args:
-        start, kept: values that exist before and after; their last tensors are kept.
-    """
-    now = {v: v for v in range(len(values))}
-    value_of = dict(now)
-    readers: dict[int, list[int]] = {}
-    written = set(start)
-    found = []
-    for k, item in enumerate(items):
-        reads = tuple(now[v] for v in item.reads)
-        after = [*item.after]
-        for v in item.writes:
-            after += readers.get(now[v], [])
-            if v in written:
-                now[v] = len(value_of)
-                value_of[now[v]] = v
-        written.update(item.writes)
-        for tensor in reads:
-            readers.setdefault(tensor, []).append(k)
-        writes = tuple(now[v] for v in item.writes)
-        found.append(replace(item, reads=reads, writes=writes, after=tuple(after)))
-    sizes = {tensor: values[v].bytes for tensor, v in value_of.items()}
-    counted = {t: 0 if values[v].kind in RESIDENT_KINDS else sizes[t] for t, v in value_of.items()}
-    ended = frozenset(now[v] for v in kept)
-    return Chain(tuple(found), counted, sizes, frozenset(start), ended, launch_bytes)
 
 
 class Arrangement:
