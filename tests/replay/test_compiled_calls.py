@@ -80,7 +80,7 @@ def worst(one: Outcome, other: Outcome) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("blocks", [None, "layers.*"])
 def test_a_compiled_step_has_plain_pytorchs_gradients_and_masks(blocks: str | None) -> None:
-    model, x = Decoder(Layer, blocks=2).double(), tokens()
+    model, x = Decoder(blocks=2).double(), tokens()
     model.between = partial(nn.functional.dropout, p=0.3)
     ours = planned(model, x, "75%", blocks=blocks)
     for _ in range(2):
@@ -137,7 +137,7 @@ def test_statistics_move_once_a_step() -> None:
 
 @pytest.mark.usefixtures("uncompiled")
 def test_a_second_backward_reads_what_the_first_has_left() -> None:
-    model, x = Decoder(Layer, blocks=1).double(), tokens()
+    model, x = Decoder(blocks=1).double(), tokens()
     ours = planned(model, x)
     for net in (model, ours):
         torch.manual_seed(1)
@@ -221,7 +221,7 @@ def test_what_cannot_be_compiled_follows_its_schedule_with_one_warning(kind: Any
 
 @pytest.mark.usefixtures("uncompiled")
 def test_blocks_whose_inputs_change_later_follow_their_schedule() -> None:
-    model, x = Decoder(Layer, blocks=2).double(), tokens()
+    model, x = Decoder(blocks=2).double(), tokens()
     model.between = lambda y: y.mul_(1.5)
     ours = planned(model, x, blocks="layers.*")
     with pytest.warns(UserWarning, match="changes in place what it reads in its backward"):
@@ -231,7 +231,7 @@ def test_blocks_whose_inputs_change_later_follow_their_schedule() -> None:
 
 @pytest.mark.usefixtures("uncompiled")
 def test_a_graph_that_lacks_room_follows_its_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = Decoder(Layer, blocks=2).double(), tokens()
+    model, x = Decoder(blocks=2).double(), tokens()
     ours = planned(model, x, "90%", blocks="layers.*")
     monkeypatch.setattr(PlannedGraph, "needs", Limits(2**40, 2**40, 2**40))
     with pytest.warns(UserWarning, match=r"it needs at least 1024.00 GB more than the plan of the whole step gives"):
