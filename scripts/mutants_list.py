@@ -487,6 +487,9 @@ _COMPILING = [
     ("inductor/compiled_call.py", "config.patch(optimize_ddp=False)", "config.patch({})", "inductor/test_sharded.py::test_one_graph_serves_all_buckets_of_ddp"),
     ("inductor/menu.py", "if lacks(graph) <= 0]", "if graph]", _COMPILED.format("a_graph_that_lacks_room_follows_its_schedule")),
     ("replay/compiling.py", "results > 1,", "False,", _COMPILED.format("what_cannot_be_compiled_follows_its_schedule_with_one_warning[Several-takes zeros for the others]")),
+    ("replay/checks/draws.py", "if is_update or not needed.isdisjoint((*task.writes, *into)):", "if True:", _COMPILED.format("what_cannot_be_compiled_follows_its_schedule_with_one_warning[Unused-random numbers that nothing uses]")),
+    ("replay/checks/draws.py", "and not _in_rows(captured, task)", "and False", _COMPILED.format("what_cannot_be_compiled_follows_its_schedule_with_one_warning[InColumns-do not lie row by row]")),
+    ("inductor/draws.py", "len(found) != expected or not all(", "not all(not ", _COMPILED.format("what_cannot_be_compiled_follows_its_schedule_with_one_warning[Noisy-draws other random numbers in Inductor's graph]")),
     ("auto/block_plan.py", 'offloads and settings.backend == "eager"', "offloads", _COMPILED.format("compiled_blocks_offload_nothing")),
 ]  # fmt: skip
 

@@ -188,7 +188,7 @@ class _Planner:
         self.found: dict[str, Prepared] = {}
         self.menus: dict[Kind, tuple[Point, ...]] = {}
         self.lone: dict[Kind, frozenset[int]] = {}
-        self.compiled: set[Kind] = set()  # whose menus are of Inductor's graphs
+        self.compiled: dict[Kind, tuple[Point, ...]] = {}  # schedules of those whose menus are of Inductor's graphs
         self.deadline = Deadline.of(settings)
         self.choice_seconds = max(settings.time_limit_seconds, CHOICE_SECONDS)
         self.bound_seconds = min(QUICK_BOUND_SECONDS if settings.quick else BOUND_SECONDS, settings.time_limit_seconds)
@@ -205,7 +205,7 @@ class _Planner:
         return tuple(plain[kind] if kind else NOTHING for kind in self.kinds), cublas
 
     def _compile(self) -> None:
-        """Put points of Inductor's graphs beside schedules, which are taken where nothing else fits."""
+        """Put points of Inductor's graphs in the place of schedules, for kinds that it can compile."""
         for block, kind in zip(self.of.blocks, self.kinds, strict=True):
             call = block._block_call
             if kind is None or call is None or kind in self.compiled or kind.changed:
@@ -214,8 +214,13 @@ class _Planner:
             self.progress.at("plan", f"{name} in Inductor", len(self.compiled), len(self.menus))
             points = compiled_menu(block, call, self.found[kind.program], kind.held, self.menus[kind])
             if points:
-                self.menus[kind] = (*points, *self.menus[kind])
-                self.compiled.add(kind)
+                self.compiled[kind], self.menus[kind] = self.menus[kind], points
+
+    def admit_schedules(self) -> bool:
+        """Put schedules beside the points of Inductor's graphs; whether there are such points."""
+        self.menus.update((kind, (*self.menus[kind], *schedules)) for kind, schedules in self.compiled.items())
+        self.chooser = None
+        return bool(self.compiled)
 
     def pick(self, least: Step, budget_bytes: int, moments: Sequence[Moment], known: Choice | None) -> Choice:
         """The fastest points that fit, or those with the lowest peak.
@@ -280,6 +285,9 @@ def _planned(
     budget = settings.budget.of(plain_peak + cublas)
     pick = partial(planner.pick, memory.least_step(first), budget - cublas)
     best = _chosen(memory, first, pick, budget - cublas, settings, plain_choice)
+    misses = best is plain_choice or best.peak_bytes > budget - cublas
+    if misses and planned_by(planner.admit_schedules, sharing, bool):  # some blocks may fit uncompiled
+        best = _chosen(memory, first, pick, budget - cublas, settings, plain_choice)
 
     def kept(budget_bytes: int, bound_seconds: float) -> KeptPlan:
         followed = None if best is plain_choice else best.points

@@ -13,6 +13,7 @@ from ..inductor.planned_graph import PlannedGraph
 from ..inductor.planned_graph import Settings as GraphSettings
 from ..ir.step import Point
 from ..ir.units import Budget
+from ..replay.checks.draws import draws_of
 from .block import BlockCall, BlockSchedule
 
 
@@ -30,7 +31,9 @@ def compiled_menu(
         return ()
     args, kwargs = materialised(call.example)
     try:
-        graphs = menu_for(block._model, args, kwargs, GraphSettings(Budget(), quick=True))
+        graphs = menu_for(
+            block._model, args, kwargs, GraphSettings(Budget(), quick=True, draws=draws_of(ready.captured))
+        )
     except NotCompiled:  # its first call says why
         return ()
     return tuple(_point(graph, ready.captured, held, schedules) for graph in graphs)

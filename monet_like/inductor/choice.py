@@ -17,6 +17,7 @@ from torch import fx
 
 from ..errors import InfeasibleError, warn_caller
 from ..ir.units import format_apart
+from .draws import check_draws
 from .emission import modules_of
 from .groups import arranged_runs, runs_of
 from .joint import read_joint
@@ -49,14 +50,18 @@ class Handed:
     options: Mapping[str, Any]
 
 
-def handed_over(gm: fx.GraphModule, inputs: Sequence[object], options: Mapping[str, Any]) -> Handed:
-    """What Inductor gives to a partitioner.
+def handed_over(
+    gm: fx.GraphModule, inputs: Sequence[object], options: Mapping[str, Any], draws: int | None
+) -> Handed:  # fmt: skip
+    """What Inductor gives to a partitioner; ``draws``: see `Settings`.
 
     Raises:
-        UsageError: the graph has what a plan cannot express.
+        UsageError: the graph has what a plan cannot express, or draws other random numbers.
     """
     static = options.get("static_lifetime_input_indices") or ()
     untouched = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    if draws is not None:
+        check_draws(gm.graph, draws)
     joint = read_joint(gm, options["num_fwd_outputs"], static)
     return Handed(gm, untouched, kernels_of(joint, static), inputs, options)
 

@@ -49,7 +49,7 @@ class MenuReader(CustomPartitionerFn):
         Raises:
             MenuFound: always.
         """
-        self.found = menu_of(handed_over(gm, joint_inputs, kwargs), self.settings)
+        self.found = menu_of(handed_over(gm, joint_inputs, kwargs, self.settings.draws), self.settings)
         raise MenuFound
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MenuReader:

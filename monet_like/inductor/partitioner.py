@@ -64,7 +64,7 @@ class PlannedPartitioner(CustomPartitionerFn):
             InfeasibleError: the graph does not fit into what is left of the budget.
         """
         self._check_region()
-        handed = handed_over(gm, joint_inputs, kwargs)
+        handed = handed_over(gm, joint_inputs, kwargs, self.settings.draws)
         found = self._known(handed.kernels)
         if found is None:
             found = self._planned(handed.kernels) if self.planned else self._kept(handed)

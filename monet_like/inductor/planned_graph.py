@@ -40,6 +40,7 @@ class Settings:
     Attributes:
         limits: of a piece of a larger step, which takes a point of its menu (`monet_like.inductor.menu`); ``budget``
             and ``calls`` are then not asked. None: the graphs are the step.
+        draws: how often a graph draws random numbers, in plain PyTorch's way; None: in any way.
     """
 
     budget: Budget
@@ -51,6 +52,7 @@ class Settings:
     time_limit_seconds: float = 30.0
     gap: float = 0.01
     limits: Limits | None = None
+    draws: int | None = None
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -14,6 +15,7 @@ from ..inductor.planned_graph import Settings
 from ..ir.schedule_file import InputSpec, ScheduleRecord
 from ..ir.units import Budget
 from ..runtime.streamed_block import Streamed
+from .checks.draws import draws_of, why_other_draws
 from .stand_in import StandIn
 from .training_step import CompiledStep
 
@@ -69,7 +71,7 @@ class Compiling(StandIn):
             "its Python code asks for values of tensors": bool(captured.answers),
             "a loss may use some of its results alone, and Inductor's backward takes zeros for the others": results > 1,
         }
-        return next((reason for reason, holds in reasons.items() if holds), "")
+        return next((reason for reason, holds in reasons.items() if holds), "") or why_other_draws(captured)
 
     def _compiles(self, record: ScheduleRecord, captured: Captured, inputs: tuple[InputSpec, ...]) -> Settings | None:
         """How Inductor's graphs of calls with such inputs are planned; None: they follow their schedule."""
@@ -78,7 +80,7 @@ class Compiling(StandIn):
         if reason := self.why_not_compiled(captured, record):
             self._tell_uncompiled(reason, inputs)
             return None
-        return self._graph_settings(record)
+        return replace(self._graph_settings(record), draws=draws_of(captured))
 
     def _graph_settings(self, record: ScheduleRecord) -> Settings:
         """How Inductor's graphs of such calls are planned."""
