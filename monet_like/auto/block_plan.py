@@ -179,11 +179,14 @@ class _Planner:
 
     Attributes:
         found: the blocks' programs with their costs; empty in processes that do not plan.
+        compiles: points of Inductor's graphs are asked for; not where weights may come from the host.
     """
 
     def __init__(
-        self, of: Blocks, kinds: Sequence[Kind | None], settings: Settings, progress: Progress, link: float
+        self, of: Blocks, kinds: Sequence[Kind | None], settings: Settings, progress: Progress, link: float,
+        *, streams: bool,
     ) -> None:  # fmt: skip
+        self.compiles = settings.backend == "inductor" and not streams
         self.of, self.kinds, self.settings, self.progress, self.link = of, kinds, settings, progress, link
         self.found: dict[str, Prepared] = {}
         self.menus: dict[Kind, tuple[Point, ...]] = {}
@@ -198,7 +201,7 @@ class _Planner:
         """Make the menus; plain PyTorch's points by block, and cuBLAS's workspaces."""
         given = self.settings, self.found, self.deadline.part(MENUS_SHARE), self.progress, self.link, self.lone
         self.menus = menus_of(self.of, self.kinds, *given)
-        if self.settings.backend == "inductor":
+        if self.compiles:
             self._compile()
         plain = {kind: plain_point(self.found[kind.program], kind) for kind in self.menus}
         cublas = max(ready.cublas_bytes or ready.variants_cublas_bytes for ready in self.found.values())
@@ -278,7 +281,8 @@ def _planned(
     Raises:
         InfeasibleError: nothing fits; says what would. ``smallest``: the `KeptPlan` that would.
     """
-    planner, sharing = _Planner(memory.of, kinds, settings, progress, link), settings.sharing
+    sharing, streams = settings.sharing, memory.streaming is not None
+    planner = _Planner(memory.of, kinds, settings, progress, link, streams=streams)
     plain, cublas = planned_by(planner.plain, sharing, tuple[tuple[Point, ...], int])
     plain_choice = Choice.of(memory.step_with(plain), plain)
     plain_peak = plain_choice.peak_bytes

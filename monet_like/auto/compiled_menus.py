@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ..capture.captured import Captured
+from ..capture.checks import is_sharded
 from ..capture.example_inputs import materialised
 from ..compiler.prepared import Prepared
 from ..inductor.compiled_call import NotCompiled, menu_for
@@ -27,7 +28,8 @@ def compiled_menu(
         schedules: points of the block's own schedules. A block that turns out not to be compiled follows the one that
             is nearest to the point of its graph.
     """
-    if call.example is None or block.why_not_compiled(ready.captured):
+    # The weights of a block that is sharded are not there while it is planned.
+    if call.example is None or is_sharded(block) or block.why_not_compiled(ready.captured):
         return ()
     args, kwargs = materialised(call.example)
     try:
