@@ -37,7 +37,7 @@ COLUMNS = {
     "compiler": 1.2, "replay": 2.5, "variants": 0.0, "profile": 1.3, "capture": 0.6,
     "runtime": 1.3, "nn": 0.0, "ops": 0.3, "plan": 3.3, "zoo": 4.4, "build": 1.2, "ir": 2.3, "files": 1.6,
     "solvers": 3.3,
-    "models": 5.3, "testing": 4.3,
+    "models": 5.3, "testing": 4.7,
     "toolchain": 1.0, "torch_versions": 0.2,
 }  # fmt: skip
 
