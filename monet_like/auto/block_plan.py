@@ -294,9 +294,10 @@ def _planned(
     budget = settings.budget.of(plain_peak + cublas)
     pick = partial(planner.pick, memory.least_step(first), budget - cublas)
     best = _chosen(memory, first, pick, budget - cublas, settings, plain_choice)
-    misses = best is plain_choice or best.peak_bytes > budget - cublas
-    if misses and planned_by(planner.admit_schedules, sharing, bool):  # some blocks may fit uncompiled
-        best = _chosen(memory, first, pick, budget - cublas, settings, plain_choice)
+    if settings.backend == "inductor":  # where no graphs fit, some blocks may uncompiled
+        fits = best is not plain_choice and best.peak_bytes <= budget - cublas
+        if not all_agree(fits, sharing) and planned_by(planner.admit_schedules, sharing, bool):
+            best = _chosen(memory, first, pick, budget - cublas, settings, plain_choice)
 
     def kept(budget_bytes: int, bound_seconds: float) -> KeptPlan:
         followed = None if best is plain_choice else best.points
