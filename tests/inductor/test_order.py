@@ -14,9 +14,9 @@ from layers import LAYERS
 from torch import nn
 
 import monet_like
+from monet_like.inductor.order import Arrangement, Chain, Item, arranged
 from monet_like.inductor.partitioner import PlannedPartitioner
 from monet_like.inductor.planned_graph import PlannedGraph
-from monet_like.ir.order import Arrangement, Chain, Item, arranged
 
 UNLIMITED = 10**9
 
