@@ -51,6 +51,14 @@ def test_forwards_of_sharded_layers_are_planned_once() -> None:
         torch.testing.assert_close(parameter.grad, sharded.grad.full_tensor(), msg=name)
 
 
+def decoder() -> nn.Module:
+    """Without dropout: no other PyTorch than 2.14 and later compiles it so that it draws the same."""
+    model = Decoder(Layer)
+    for layer in model.layers:
+        layer.dropout.p = 0.0
+    return model
+
+
 def same(plain: nn.Module, model: nn.Module, x: torch.Tensor) -> None:
     for _ in range(2):
         for net in (plain, model):
@@ -66,7 +74,7 @@ def test_sharded_blocks_of_a_plan_are_compiled(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(compiled_call, "_without_donations", _run_as_it_is)
     torch._dynamo.reset()
     torch.manual_seed(0)
-    plain, x = Decoder(Layer), tokens()
+    plain, x = decoder(), tokens()
     model = monet_like.auto_schedule(copy.deepcopy(plain), memory_budget="70%", blocks="layers.*", **COMPILED)
     for layer in model.layers:
         fully_shard(layer)
@@ -80,7 +88,7 @@ def test_one_graph_serves_all_buckets_of_ddp(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(compiled_call, "_without_donations", _run_as_it_is)
     torch._dynamo.reset()
     torch.manual_seed(0)
-    plain, x = Decoder(Layer), tokens()
+    plain, x = decoder(), tokens()
     model = monet_like.auto_schedule(copy.deepcopy(plain), memory_budget="80%", **COMPILED)
     same(plain, nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.01), x)
     assert [len(kept.step.compiled.graphs) for kept in model._kept] == [1]
