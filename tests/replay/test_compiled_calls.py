@@ -251,7 +251,7 @@ def test_what_cannot_be_compiled_follows_its_schedule_with_one_warning(kind: Any
 
     found: list[CompiledStep] = []
     with pytest.warns(UserWarning, match=f"Inductor compiles nothing of {kind.__name__} .*{reason}") as told:
-        assert differs() == 0.0
+        assert differs() <= 1e-6
     assert len([one for one in told if "Inductor compiles" in str(one.message)]) == 1
     assert [step.compiled for step in found] == [None]
 
