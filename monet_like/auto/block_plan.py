@@ -294,7 +294,7 @@ def _planned(
     budget = settings.budget.of(plain_peak + cublas)
     pick = partial(planner.pick, memory.least_step(first), budget - cublas)
     best = _chosen(memory, first, pick, budget - cublas, settings, plain_choice)
-    if settings.backend == "inductor":  # where no graphs fit, some blocks may uncompiled
+    if settings.backend == "inductor":  # where no graphs fit, schedules of some blocks may
         fits = best is not plain_choice and best.peak_bytes <= budget - cublas
         if not all_agree(fits, sharing) and planned_by(planner.admit_schedules, sharing, bool):
             best = _chosen(memory, first, pick, budget - cublas, settings, plain_choice)

@@ -20,6 +20,9 @@ from .menu import MenuReader
 from .options import missing_hook, options_of
 from .planned_graph import PlannedGraph, Settings
 
+#: Options with which random numbers are drawn by PyTorch's own operators.
+_DRAWS = {"fallback_random": True}
+
 
 class NotCompiled(Exception):
     """A call that cannot be compiled; nothing of it has run. The text says why."""
@@ -36,8 +39,8 @@ class CompiledCall:
 
     def __init__(self, settings: Settings) -> None:
         self.settings, self._failed = settings, ""
-        self.options = {**options_of(settings), "fallback_random": True}
-        self._run = _compiling(self._compiled)
+        self.options = {**options_of(settings), **_DRAWS}
+        self._run = _compiling(self.options)
 
     @property
     def graphs(self) -> Sequence[PlannedGraph]:
@@ -54,21 +57,13 @@ class CompiledCall:
         if self._failed:
             raise NotCompiled(self._failed)
         try:
-            with _whole():
-                return self._run(module, args, kwargs)
+            return self._run(module, args, kwargs)
         except (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError, MonetError) as error:
             self._failed = _reason(error)
             raise NotCompiled(self._failed) from error
 
     def __reduce__(self) -> Any:
         return CompiledCall, (self.settings,)
-
-    def _compiled(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        """As Inductor compiles it. What is saved stays as it is, so that another backward can read it."""
-        from torch._inductor.compile_fx import compile_fx
-
-        with torch._functorch.config.patch(donated_buffer=False):
-            return compile_fx(module, list(inputs), inner_compile=_without_donations, config_patches=self.options)
 
 
 def _whole() -> AbstractContextManager[Any]:
@@ -87,17 +82,10 @@ def menu_for(
     Raises:
         NotCompiled: there is none.
     """
-    from torch._inductor.compile_fx import compile_fx
-
     reader = MenuReader(settings)
-    options = {**options_of(settings), "fallback_random": True, "custom_partitioner_fn": reader}
-
-    def read(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        with torch._functorch.config.patch(donated_buffer=False):
-            return compile_fx(graph, list(inputs), config_patches=options)
-
+    options = {**options_of(settings), **_DRAWS, "custom_partitioner_fn": reader}
     try:
-        _compiling(read)(module, args, kwargs)
+        _compiling(options)(module, args, kwargs)
     except Exception as error:
         if reader.found is None:
             raise NotCompiled(_reason(error)) from error
@@ -106,16 +94,30 @@ def menu_for(
     return reader.found
 
 
-def _compiling(backend: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of a module, its arguments and its keyword arguments, compiled as one graph."""
+def _compiling(options: Mapping[str, Any]) -> Callable[..., Any]:
+    """A function of a module, its arguments and its keyword arguments, compiled as one graph with these options.
+
+    What is saved for the backward stays as it is, so that another backward can read it.
+    """
+
+    def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        from torch._inductor.compile_fx import compile_fx
+
+        with torch._functorch.config.patch(donated_buffer=False):
+            return compile_fx(graph, list(inputs), inner_compile=_without_donations, config_patches=dict(options))
 
     def call(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return module(*args, **kwargs)
 
     # Dynamo keeps what it has compiled with the code, and of one code a few results only.
     call.__code__ = call.__code__.replace(co_name=f"call_{id(call):x}")
-    compiled: Callable[..., Any] = torch.compile(call, backend=backend, dynamic=False, fullgraph=True)
-    return compiled
+    compiled = torch.compile(call, backend=backend, dynamic=False, fullgraph=True)
+
+    def run(*given: Any) -> Any:
+        with _whole():
+            return compiled(*given)
+
+    return run
 
 
 def _without_donations(module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:

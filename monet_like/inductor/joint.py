@@ -25,6 +25,7 @@ from torch import fx
 
 from ..capture.captured import allocated_bytes
 from ..errors import UsageError
+from ..runtime.operators import is_random
 from .rewrites import convert_gradients, split_convolutions, without_shapes
 
 #: A result is cheap if its sources have at most so many times its bytes; narrow if they have at least so many.
@@ -132,14 +133,7 @@ def draws(node: fx.Node) -> bool:
     """Whether it must run once only, because it draws random numbers."""
     if name_of(node) in _ONCE:
         return True
-    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
-        return False
-    names = [argument.name for argument in node.target._schema.arguments]
-    if "dropout_p" not in names:
-        return True
-    place = names.index("dropout_p")
-    chance = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", 0.0)
-    return bool(chance != 0.0)
+    return isinstance(node.target, torch._ops.OpOverload) and is_random(node.target, node.args, node.kwargs)
 
 
 @dataclass(frozen=True)

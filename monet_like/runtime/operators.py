@@ -148,6 +148,15 @@ def without_fallback() -> dict[str, Callable[..., Any]]:
     return {name: overload(name) for name in BY_ALGORITHM}
 
 
+def is_random(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of an operator of PyTorch draws random numbers; attention without dropout does not."""
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
+        return False
+    names = [argument.name for argument in operator._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return "dropout_p" not in names or bool(given.get("dropout_p", 0.0) != 0.0)
+
+
 def overload(name: str) -> Any:
     """The operator of a qualified name, with its schema and tags.
 

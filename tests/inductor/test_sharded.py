@@ -51,8 +51,14 @@ def test_forwards_of_sharded_layers_are_planned_once() -> None:
         torch.testing.assert_close(parameter.grad, sharded.grad.full_tensor(), msg=name)
 
 
-def decoder() -> nn.Module:
-    """Without dropout: no other PyTorch than 2.14 and later compiles it so that it draws the same."""
+@pytest.fixture
+def model_of_blocks(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    """Graphs run operator by operator. Without dropout: PyTorch before 2.14 does not compile it so that it draws the
+    same.
+    """
+    monkeypatch.setattr(compiled_call, "_without_donations", _run_as_it_is)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
     model = Decoder(Layer)
     for layer in model.layers:
         layer.dropout.p = 0.0
@@ -70,11 +76,8 @@ def same(plain: nn.Module, model: nn.Module, x: torch.Tensor) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_sharded_blocks_of_a_plan_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_call, "_without_donations", _run_as_it_is)
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    plain, x = decoder(), tokens()
+def test_sharded_blocks_of_a_plan_are_compiled(model_of_blocks: nn.Module) -> None:
+    plain, x = model_of_blocks, tokens()
     model = monet_like.auto_schedule(copy.deepcopy(plain), memory_budget="70%", blocks="layers.*", **COMPILED)
     for layer in model.layers:
         fully_shard(layer)
@@ -84,11 +87,8 @@ def test_sharded_blocks_of_a_plan_are_compiled(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.usefixtures("alone")
-def test_one_graph_serves_all_buckets_of_ddp(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_call, "_without_donations", _run_as_it_is)
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    plain, x = decoder(), tokens()
+def test_one_graph_serves_all_buckets_of_ddp(model_of_blocks: nn.Module) -> None:
+    plain, x = model_of_blocks, tokens()
     model = monet_like.auto_schedule(copy.deepcopy(plain), memory_budget="80%", **COMPILED)
     same(plain, nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.01), x)
     assert [len(kept.step.compiled.graphs) for kept in model._kept] == [1]

@@ -11,6 +11,7 @@ from torch import fx
 
 from ...ir.program import Call, Ref
 from ...ops.meta_functions import product
+from ...runtime import operators
 from ...runtime.batch_norm import CUDNN, CUDNN_BACKWARD, NATIVE, backward_of, reserve_bytes
 from ...runtime.questions import ASK, SIZED, SIZES
 from ..captured import TensorMeta, cost_key
@@ -175,13 +176,7 @@ def is_random(node: fx.Node) -> bool:
     """Whether a node draws random numbers."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    if torch.Tag.nondeterministic_seeded not in operator_of(node).tags:
-        return False
-    dropout = next((i for i, a in enumerate(operator_of(node)._schema.arguments) if a.name == "dropout_p"), None)
-    if dropout is None:
-        return True
-    given = dict(node.kwargs).get("dropout_p", args_of(node)[dropout] if dropout < len(args_of(node)) else 0.0)
-    return bool(given != 0.0)
+    return operators.is_random(operator_of(node), args_of(node), node.kwargs)
 
 
 def lower_random(lowering: Values, node: fx.Node, calls: Sequence[Call], writes: Sequence[int]) -> None:

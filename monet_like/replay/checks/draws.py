@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
 from ...capture.captured import Captured
 from ...ir.program import RESIDENT_KINDS, Call, Task
-from ...runtime.operators import overload
+from ...runtime.operators import is_random, overload
 from ..branches import written_values
 
 
@@ -48,8 +46,4 @@ def _draws(task: Task) -> bool:
 
 
 def _is_random(call: Call) -> bool:
-    if not call.op.startswith("aten.") or torch.Tag.nondeterministic_seeded not in overload(call.op).tags:
-        return False
-    names = [argument.name for argument in overload(call.op)._schema.arguments]
-    given = {**dict(zip(names, call.args, strict=False)), **dict(call.kwargs)}
-    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
+    return call.op.startswith("aten.") and is_random(overload(call.op), call.args, dict(call.kwargs))
