@@ -386,7 +386,7 @@ _OFFLOADING = [
     (_CALLS, "_copy(own) if value in self._copied else own", "own", _CHANGED),
     ("auto/rehearsal/stand_ins.py", "if version_of(tensor) != version", "if False", _CHANGED),
     ("plan/step/menus.py", "if v in lone or v in copied]", "if v in lone]", _CHANGED),
-    ("inductor/partitioner.py", "(self.settings, compares, self._held_bytes)", "(self.settings, compares)", "inductor/test_second_start.py::test_a_second_start_plans_nothing"),
+    ("inductor/partitioner.py", "(settings, compares, self._held_bytes)", "(settings, compares)", "inductor/test_second_start.py::test_a_second_start_plans_nothing"),
     ("inductor/emission.py", 'f"{node.name}_of_group_{group}"', "node.name", "inductor/test_second_start.py::test_a_second_process_lowers_only_graphs_in_other_groups"),
     ("inductor/partitioner.py", "if context is None or context.fw_metadata is None:", "if context is None:", "inductor/test_second_start.py::test_a_second_process_lowers_only_graphs_in_other_groups"),
     ("auto/rehearsal/counted.py", "if v not in call.held and given[storage] == 1", "if True", "auto/test_offloading_blocks.py::test_an_input_that_others_hold_is_not_offloaded"),
@@ -477,6 +477,7 @@ _SEARCH = [
 ]  # fmt: skip
 
 _COMPILED = "replay/test_compiled_calls.py::test_{}"
+_TIMED = "inductor/test_trial.py::test_{}"
 
 #: Calls that Inductor compiles: (file, text, in its place, test).
 _COMPILING = [
@@ -486,6 +487,10 @@ _COMPILING = [
     ("inductor/compiled_call.py", "context.fw_metadata.bw_donated_idxs = []", "pass", _COMPILED.format("inductors_code_has_a_second_backward")),
     ("inductor/compiled_call.py", "config.patch(optimize_ddp=False)", "config.patch({})", "inductor/test_sharded.py::test_one_graph_serves_all_buckets_of_ddp"),
     ("inductor/menu.py", "if lacks(graph) <= 0]", "if graph]", _COMPILED.format("a_graph_that_lacks_room_follows_its_schedule")),
+    ("inductor/trial.py", "if not 0 <= least <= most < size:", "if not least <= most < size:", _TIMED.format("graphs_that_made_up_values_may_break_are_not[positions-an index of aten::embedding is not known, or might be out of range]")),
+    ("inductor/trial.py", "if not 0 <= least <= most < size:", "if not 0 <= least <= most:", _TIMED.format("indices_beyond_the_end_are_seen")),
+    ("inductor/trial.py", "if way.seconds <= NEAR * best.seconds]", "if way]", _TIMED.format("what_is_priced_alike_is_timed_and_the_fastest_taken")),
+    ("inductor/trial.py", "if name and not (is_generated(node) or known_call):", "if False:", _TIMED.format("graphs_that_made_up_values_may_break_are_not[chances-aten::multinomial may do more than to compute]")),
     ("replay/compiling.py", "results > 1,", "False,", _COMPILED.format("what_cannot_be_compiled_follows_its_schedule_with_one_warning[Several-takes zeros for the others]")),
     ("replay/checks/draws.py", "if is_update or not needed.isdisjoint((*task.writes, *into)):", "if True:", _COMPILED.format("what_cannot_be_compiled_follows_its_schedule_with_one_warning[Unused-random numbers that nothing uses]")),
     ("replay/checks/draws.py", "and not _in_rows(captured, task)", "and False", _COMPILED.format("what_cannot_be_compiled_follows_its_schedule_with_one_warning[InColumns-do not lie row by row]")),

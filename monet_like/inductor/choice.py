@@ -23,8 +23,9 @@ from .groups import arranged_runs, runs_of
 from .joint import read_joint
 from .kernels import Kernels, kernels_of
 from .planned_graph import PlannedGraph, with_way
-from .portfolio import Partition, Way, called_costs, judged, own_partitions
+from .portfolio import Partition, Way, called_costs, judged, own_partition, own_partitions
 from .prices import device_of
+from .trial import NEAR, fastest_timed
 
 #: How often the kernels of a plan are ordered, each time for less memory.
 ORDERS = 2
@@ -67,7 +68,9 @@ def handed_over(
 
 
 def partition_of(handed: Handed, found: PlannedGraph, *, measured: bool) -> Partition:
-    """The forward and the backward of a plan."""
+    """The forward and the backward of a way to run a graph."""
+    if found.share is not None:
+        return own_partition(handed.untouched, handed.inputs, found.share, handed.options)
     schedule, costs, planned = found.schedule, found.costs, found.plan.report.peak_bytes
     if found.fused_within is None:
         forward, backward = runs_of(handed.kernels, schedule, costs, planned)
@@ -95,34 +98,47 @@ def fastest(
         return judge(None, partition_of(handed, one, measured=measured))
 
     try:
-        best = _best_plan(found, planned, written, calls)
+        tried = _plans_tried(found, planned, written, calls)
         for share, partition in own_partitions(handed.untouched, handed.inputs, handed.options):
-            if called_costs(partition, device, measured)[1] < best.seconds or best.room(calls) < 0:
-                best = _better(best, with_way(found, judge(share, partition)), calls)
+            best = min(tried, key=lambda graph: _worth(graph, calls))
+            if called_costs(partition, device, measured)[1] < NEAR * best.seconds or best.room(calls) < 0:
+                tried.append(with_way(found, judge(share, partition)))
     except Exception as error:  # the plan is there, whatever fails in code that no plan needs
         warn_caller(
             "the plan is not compared with torch.compile's own partitions, because Inductor could not write their "
             f"code: {error!r}"
         )
         return found
+    best = min(tried, key=lambda graph: _worth(graph, calls))
     if (room := best.room(calls)) < 0:
         needed, budget = format_apart(found.step_bytes - room, found.step_bytes)
         warn_caller(
             f"as Inductor writes it, this graph needs {needed} with every plan that was tried, and has {budget}; give "
             "compile_options a larger memory_budget"
         )
-    return best
+        return best
+    return timed([graph for graph in tried if graph.room(calls) >= 0], handed, measured=measured)
 
 
-def _better(one: PlannedGraph, other: PlannedGraph, calls: int) -> PlannedGraph:
-    return min(one, other, key=lambda graph: (max(0, -graph.room(calls)), graph.seconds))
+def timed(ways: Sequence[PlannedGraph], handed: Handed, *, measured: bool) -> PlannedGraph:
+    """The fastest of ways to run a graph, of which those that are priced alike are timed, where anything is."""
+    if not measured or handed.kernels.joint.device.type != "cuda":
+        return min(ways, key=lambda way: way.seconds)
+    parts = partial(partition_of, handed, measured=measured)
+    return fastest_timed(ways, parts, handed.untouched.graph, handed.options["num_fwd_outputs"])
 
 
-def _best_plan(
+def _worth(graph: PlannedGraph, calls: int) -> tuple[int, float]:
+    """The less, the better: bytes that it lacks, and seconds."""
+    return max(0, -graph.room(calls)), graph.seconds
+
+
+def _plans_tried(
     found: PlannedGraph, planned: Callable[[int], PlannedGraph], written: Callable[[PlannedGraph], Way], calls: int
-) -> PlannedGraph:
-    """The best of plans for more or less than the budget, by what Inductor's code for them needs."""
-    made = best = _ordered(found, written, calls)
+) -> list[PlannedGraph]:
+    """Plans for the budget, for more and for less, with what Inductor's code for them needs."""
+    made = _ordered(found, written, calls)
+    tried = [made]
     more, fitting, unfitting = 0, None, None
     for _ in range(AGAIN):
         room = made.room(calls)
@@ -142,8 +158,8 @@ def _best_plan(
         if again.schedule == made.schedule:
             break
         made = _ordered(again, written, calls)
-        best = _better(best, made, calls)
-    return best
+        tried.append(made)
+    return tried
 
 
 def _ordered(found: PlannedGraph, written: Callable[[PlannedGraph], Way], calls: int) -> PlannedGraph:

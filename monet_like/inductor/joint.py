@@ -352,10 +352,10 @@ def _is_copied_for(node: fx.Node, reader: fx.Node) -> bool:
     if not _is_called_scatter(reader):
         return False
     first, *others = reader.all_input_nodes
-    return _viewed(first) is node and all(_viewed(other) is not node for other in others)
+    return viewed(first) is node and all(viewed(other) is not node for other in others)
 
 
-def _viewed(node: fx.Node) -> fx.Node:
+def viewed(node: fx.Node) -> fx.Node:
     """The node in whose memory a view lies; of any other node itself."""
     while is_view(node):
         node = node.all_input_nodes[0]

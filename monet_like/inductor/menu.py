@@ -128,8 +128,8 @@ def _numbers(limits: Limits) -> tuple[int, int, int]:
     return limits.carried_bytes, limits.forward_bytes, limits.backward_bytes
 
 
-def fastest_within(limits: Limits, graphs: Sequence[PlannedGraph]) -> PlannedGraph:
-    """The fastest way of a menu that is within limits.
+def within(limits: Limits, graphs: Sequence[PlannedGraph]) -> list[PlannedGraph]:
+    """The ways of a menu that are within limits; at least one.
 
     Raises:
         InfeasibleError: none is.
@@ -144,7 +144,7 @@ def fastest_within(limits: Limits, graphs: Sequence[PlannedGraph]) -> PlannedGra
             f"as Inductor compiles it, it needs at least {format_bytes(min(map(lacks, graphs)))} more than the plan of "
             "the whole step gives to it"
         )
-    return min(fitting, key=lambda graph: graph.seconds)
+    return fitting
 
 
 def with_plan(graph: PlannedGraph, found: Plan, kernels: Kernels) -> PlannedGraph:

@@ -49,7 +49,8 @@ def compile_options(
         quick: plan by the local search alone, in a second or two for a small graph. It ends at the time limit once it
             has a plan that fits.
         measured: time what Inductor does not generate, such as products and convolutions, and measure its workspace;
-            else times come from the device's rates, and workspaces count as 0.
+            else times come from the device's rates, and workspaces count as 0. On a GPU, time also the ways to run a
+            graph that are priced alike.
         solver, time_limit_seconds, gap: as of `monet_like.plan.plan`, for every graph.
 
     Returns:

@@ -28,13 +28,12 @@ from ..plan.local_search.searcher import quick_evaluations
 from ..plan.result import Plan
 from ..plan.step.menus import menu
 from ..plan.step.proof import Chooser
-from .choice import Handed, fastest, handed_over, partition_of
+from .choice import Handed, fastest, handed_over, partition_of, timed
 from .kept_graphs import find, keep_graph, path_of
 from .kernels import Kernels
-from .menu import fastest_within, menu_of, saved_bytes, with_plan
+from .menu import menu_of, saved_bytes, with_plan, within
 from .passes import code_digest
 from .planned_graph import PlannedGraph, Settings, graph_key, nameless, point_of_call, step_of_calls
-from .portfolio import own_partition
 from .prices import prices
 
 
@@ -69,8 +68,6 @@ class PlannedPartitioner(CustomPartitionerFn):
         if found is None:
             found = self._planned(handed.kernels) if self.planned else self._kept(handed)
             self.graphs.append(found)
-        if found.share is not None:
-            return own_partition(handed.untouched, joint_inputs, found.share, kwargs)
         return partition_of(handed, found, measured=self.settings.measured)
 
     def _check_region(self) -> None:
@@ -98,14 +95,16 @@ class PlannedPartitioner(CustomPartitionerFn):
 
     def _kept(self, handed: Handed) -> PlannedGraph:
         """The plan in the cache, or one that is made now and kept."""
-        if self.settings.limits is not None:
-            return fastest_within(self.settings.limits, menu_of(handed, self.settings))
-        kernels = handed.kernels
-        device, calls = kernels.joint.device, self.settings.calls
+        kernels, settings = handed.kernels, self.settings
+        device, calls = kernels.joint.device, settings.calls
         compares = self.compares and device.type == "cuda" and inductor.custom_partitioner_fn is self
-        path = path_of(kernels.program, device, (self.settings, compares, self._held_bytes))
+        path = path_of(kernels.program, device, (settings, compares, self._held_bytes))
         if (kept := find(path, kernels.program)) is not None:
             return kept
+        if settings.limits is not None:
+            found = timed(within(settings.limits, menu_of(handed, settings)), handed, measured=settings.measured)
+            keep_graph(path, found)
+            return found
         found = self._planned(kernels)
         if compares:
             planned = partial(self._replanned, found, kernels)

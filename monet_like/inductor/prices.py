@@ -160,16 +160,23 @@ def with_strides(call: fx.Node, strides: Sequence[tuple[int, ...]]) -> fx.Node |
     return graph.node_copy(call, made.__getitem__)
 
 
-def _measured(root: fx.Node, writes: Sequence[fx.Node], device: Device) -> Cost | None:
-    made: dict[tuple[Any, ...], torch.Tensor] = {}
+class MadeUp:
+    """Makes tensors like others: of ones, and of zeros where they are of integers or truth values; one of each kind."""
 
-    def like(fake: torch.Tensor) -> torch.Tensor:
+    def __init__(self) -> None:
+        self._made: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def __call__(self, fake: torch.Tensor) -> torch.Tensor:
+        """A tensor that lies as this one does."""
         key = (fake.dtype, tuple(fake.shape), fake.stride(), fake.device)
-        if key not in made:
+        if key not in self._made:
             tensor = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
-            made[key] = tensor.fill_(1) if fake.is_floating_point() or fake.is_complex() else tensor.zero_()
-        return made[key]
+            self._made[key] = tensor.fill_(1) if fake.is_floating_point() or fake.is_complex() else tensor.zero_()
+        return self._made[key]
 
+
+def _measured(root: fx.Node, writes: Sequence[fx.Node], device: Device) -> Cost | None:
+    like = MadeUp()
     try:
         with unset_fake_temporarily(), torch.no_grad(), torch._C._DisableAutocast():
             _call(root, like)  # what libraries set up in their first call

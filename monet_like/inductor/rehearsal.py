@@ -185,7 +185,7 @@ def write(
     copied = fx.GraphModule(module, copy.deepcopy(module.graph))
     given = copied.graph.find_nodes(op="placeholder")
     names = [node.name for node in given]
-    inputs = [_strided(node.meta["val"], (strides or {}).get(node.name)) for node in given]
+    inputs = [strided(node.meta["val"], (strides or {}).get(node.name)) for node in given]
     # A pass may change them for this graph.
     kept = {name: getattr(config, name) for name in SETTINGS if hasattr(config, name)}
     with preserve_rng_state(), config.patch({**kept, **_UNRUN}), DebugContext(), torch.no_grad():
@@ -204,7 +204,7 @@ def write(
                 return _read(graph, workspace_of)
 
 
-def _strided(value: Any, strides: tuple[int, ...] | None) -> Any:
+def strided(value: Any, strides: tuple[int, ...] | None) -> Any:
     """A fake tensor with these strides."""
     if strides is None or not isinstance(value, FakeTensor) or value.stride() == strides:
         return value

@@ -6,6 +6,7 @@ allocator that an answer before had for this share, and ``NAME:0.8 of SHARE`` wi
 ``NAME:file of SHARE`` is what a file has of a plan within that peak.
 ``NAME:alone of SHARE`` has plans alone, nothing of PyTorch's own beside them.
 ``NAME:unfused of SHARE``, ``failing`` and ``swollen`` break fusion in plans, and Inductor's code for them.
+``NAME:timed of SHARE`` times ways, by a clock on which each takes half as long as the one before; the others time none.
 
 Inductor lowers, fuses, schedules and writes its code as always; Triton's kernels alone are left out. So the code that
 Inductor writes runs, with its buffers and with PyTorch's own operators, and the allocator sees what it would on a GPU.
@@ -31,7 +32,7 @@ from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.graph import GraphLowering
 
 from monet_like.export.graph_plans import plan_model
-from monet_like.inductor import choice, prices, rehearsal
+from monet_like.inductor import choice, prices, rehearsal, trial
 from monet_like.inductor.emission import Run
 from monet_like.inductor.groups import arranged_runs
 from monet_like.inductor.joint import Kernel
@@ -102,6 +103,7 @@ def lowered() -> Iterator[Launched]:
     with (
         mock.patch.object(GraphLowering, "compile_to_module", counted),
         mock.patch.object(AsyncCompile, "triton", no_kernel),
+        mock.patch.object(trial, "MOST_TIMED", _most_timed),
         uncached,
         functorch_config.patch({"enable_autograd_cache": False}),
     ):
@@ -238,7 +240,7 @@ def planned(model: nn.Module, args: tuple[Any, ...], budget_bytes: int) -> dict[
     (graph,) = options["custom_partitioner_fn"].graphs
     said = [str(one.message) for one in caught if "the plan is not compared" in str(one.message)]
     told = {"predicted_bytes": graph.peak_bytes, "seconds": graph.seconds, "share": graph.share, "judged": ways}
-    told["found_by"] = graph.plan.found_by
+    told |= {"found_by": graph.plan.found_by, "timed": _clock[1:]}
     return {**found, **told, "budget_bytes": budget_bytes, "said": said}
 
 
@@ -288,8 +290,26 @@ def swollen() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(choice, "with_way", larger)
 
 
+@contextlib.contextmanager
+def timed() -> Iterator[None]:
+    """Within it up to five ways are timed, however they are priced: see above."""
+    global _most_timed
+
+    def halved(function: Any, *_: Any, **__: Any) -> float:
+        function()
+        _clock.append(_clock[-1] / 2)
+        return _clock[-1]
+
+    _clock[:], _most_timed = [1.0], 5
+    with mock.patch.multiple(trial, NEAR=100.0, seconds_of=halved), mock.patch.object(choice, "NEAR", 100.0):
+        yield
+    _most_timed = 1
+
+
+#: How many ways are timed at most, and what the clock of `timed` has shown.
+_most_timed, _clock = 1, [1.0]
 #: What is left out or broken, by the word that asks for it.
-BROKEN = {"alone": alone, "unfused": unfused, "failing": failing, "swollen": swollen}
+BROKEN = {"timed": timed, "alone": alone, "unfused": unfused, "failing": failing, "swollen": swollen}
 
 #: The allocator's peaks so far, by what was asked.
 _peaks: dict[str, int] = {}

@@ -95,6 +95,19 @@ def test_a_second_start_runs_the_same_and_judges_nothing(lowered: Lowered) -> No
 
 
 @pytest.mark.slow
+def test_the_way_that_is_faster_on_the_device_is_taken_and_timed_once(lowered: Lowered) -> None:
+    """Whatever the prices say. It is compiled for that and run, without Triton's kernels, and leaves nothing behind."""
+    _, timed, again = lowered("gated:1.0", *2 * ["gated:timed of 1.0"])
+    assert len(timed["timed"]) > 1
+    assert timed["seconds"] == timed["timed"][-1] == min(timed["timed"])
+    assert timed["peak_bytes"] == timed["predicted_bytes"] <= timed["budget_bytes"]
+    assert (again["found_by"], again["timed"]) == ("cache", [])
+    assert [again[what] for what in ("share", "seconds", "saved_bytes")] == [
+        timed[what] for what in ("share", "seconds", "saved_bytes")
+    ]
+
+
+@pytest.mark.slow
 def test_lost_fusion_is_seen(lowered: Lowered) -> None:
     compiled, planned = lowered("gated:1.0", "gated:unfused of 1.0")
     assert planned["moved_bytes"] > compiled["moved_bytes"] and planned["kernels"] > compiled["kernels"]
