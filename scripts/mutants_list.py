@@ -370,6 +370,7 @@ _SHARED = [
 
 _CALLS = "runtime/offloaded_calls.py"
 _OWN_VALUES = "auto/test_offloading_blocks.py::test_each_backward_gets_its_own_values[0]"
+_COLLECTIVES = "inductor/test_collectives.py::test_{}"
 _LEDGER = "plan/test_offloading.py::test_every_choice_has_the_bytes_of_a_ledger[1-2]"
 _CHANGED = "auto/test_changed_in_place.py::test_steps_are_exact_and_need_what_is_predicted[-Leaky-in_the_result-100%]"
 #: What blocks offload, and what they have copies of.
@@ -387,6 +388,13 @@ _OFFLOADING = [
     ("auto/rehearsal/stand_ins.py", "if version_of(tensor) != version", "if False", _CHANGED),
     ("plan/step/menus.py", "if v in lone or v in copied]", "if v in lone]", _CHANGED),
     ("inductor/partitioner.py", "(settings, compares, self._held_bytes)", "(settings, compares)", "inductor/test_second_start.py::test_a_second_start_plans_nothing"),
+    ("inductor/kernels.py", "draws(root) or communicates(root) or touched", "draws(root) or touched", _COLLECTIVES.format("collectives_of_a_plan_run_once_in_the_order_of_the_graph[60%]")),
+    ("inductor/kernels.py", " or (kernel.root and communicates(kernel.root))", "", _COLLECTIVES.format("no_collective_is_left_out_or_changes_sides[Scaled-2-2]")),
+    ("inductor/joint.py", "backward |= _closure(", "_closure(", _COLLECTIVES.format("no_collective_is_left_out_or_changes_sides[Sharded-1-2]")),
+    ("inductor/joint.py", "in _EFFECTS or node in unread)", "in _EFFECTS)", _COLLECTIVES.format("no_collective_is_left_out_or_changes_sides[Unread-1-0]")),
+    ("inductor/prices.py", "if small and not communicates(root) else", "if small else", _COLLECTIVES.format("no_collective_runs_for_measuring")),
+    ("inductor/emission.py", "key=_place_of)", "key=_is_unchecked)", _COLLECTIVES.format("collectives_of_a_plan_run_once_in_the_order_of_the_graph[60%]")),
+    ("inductor/in_place.py", "or begins_as_copy(kernel.root)", "", _COLLECTIVES.format("a_collective_takes_the_bytes_that_its_plan_counts[all_reduce]")),
     ("inductor/emission.py", 'f"{node.name}_of_group_{group}"', "node.name", "inductor/test_second_start.py::test_a_second_process_lowers_only_graphs_in_other_groups"),
     ("inductor/partitioner.py", "if context is None or context.fw_metadata is None:", "if context is None:", "inductor/test_second_start.py::test_a_second_process_lowers_only_graphs_in_other_groups"),
     ("auto/rehearsal/counted.py", "if v not in call.held and given[storage] == 1", "if True", "auto/test_offloading_blocks.py::test_an_input_that_others_hold_is_not_offloaded"),

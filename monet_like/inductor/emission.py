@@ -15,7 +15,7 @@ from torch.fx._lazy_graph_module import _make_graph_module
 
 from ..ir.program import RESIDENT_KINDS
 from ..ir.schedule import Schedule, kept_values
-from .joint import Kernel, is_elementwise, name_of, readers
+from .joint import Kernel, is_elementwise, name_of, readers, tensors_of
 from .kernels import Kernels
 from .written import apart_operator, inlined_operator, written_operator
 
@@ -61,7 +61,7 @@ def modules_of(
         forward, backward: all runs in order.
     """
     joint = kernels.joint
-    saved = sorted(saved_nodes(kernels, schedule), key=_is_unchecked)  # those last whose version is not checked
+    saved = sorted(saved_nodes(kernels, schedule), key=_place_of)
     inputs = joint.graph.find_nodes(op="placeholder")
     returned = pytree.arg_tree_leaves(*joint.graph.output_node().args)
     descriptions = pytree.arg_tree_leaves(joint.graph.output_node().meta.get("desc", [None] * len(returned)))
@@ -78,6 +78,11 @@ def modules_of(
 def _is_unchecked(node: fx.Node) -> bool:
     """Whether PyTorch does not check that a saved tensor has not been changed since."""
     return bool(node.meta.get("saved_tensor_with_no_vc_check", False))
+
+
+def _place_of(node: fx.Node) -> int:
+    """AOTAutograd takes tensors whose version is checked, then those whose version is not, then other objects."""
+    return 2 if not tensors_of(node.meta.get("val")) else int(_is_unchecked(node))
 
 
 def _description(node: fx.Node, place: int) -> Any:
@@ -146,7 +151,7 @@ class _Emitter:
             local[node] = self._inlined(node, self._copy(node, local, group))
         local[kernel.root] = self._copy(kernel.root, local, group)
         for node in kernel.writes:
-            made = local[node] if node is kernel.root else self._copy(node, local, group)
+            made = self._part(node, local, group)
             moves = following is None or node not in following.reads
             # Else Inductor computes a result anew in each kernel that reads it, also a short reduction or a small
             # window's. Of a product that a later kernel adds to something it would make one call with that, and run it
@@ -155,6 +160,13 @@ class _Emitter:
             if node in run.apart:
                 made = self._passed_on(apart_operator(), made)
             self.now[node] = self._passed_on(written_operator(), made) if written else made
+
+    def _part(self, node: fx.Node, local: dict[fx.Node, fx.Node], group: int) -> fx.Node:
+        """The copy of a result of the kernel whose root has just been copied."""
+        if node not in local:
+            self._part(node.all_input_nodes[0], local, group)
+            local[node] = self._copy(node, local, group)
+        return local[node]
 
     def _inlined(self, node: fx.Node, made: fx.Node) -> fx.Node:
         """Has Inductor compute a result within the kernel, also if several of its operators read it or it is random."""

@@ -1,7 +1,8 @@
 """Kernels that write their result into the memory of what they read for the last time, as Inductor has them do.
 
 Inductor looks for such an input of every elementwise kernel: of the dtype and the bytes of the result, read element by
-element in its order. In the forward and in the backward it may be any buffer that the graph makes itself. In the
+element in its order. A sum over processes or a broadcast is made within a copy of its input, an elementwise kernel too.
+In the forward and in the backward it may be any buffer that the graph makes itself. In the
 backward it may also be what the forward has saved (PyTorch calls that a *donated buffer*), if it is no input or result
 of the graph or a view of one. A concatenation's or a scatter's memory is given to nobody.
 
@@ -20,6 +21,7 @@ from torch import fx
 from ..ir.program import Program, Runs, Task
 from ..ir.schedule import Schedule
 from ..plan.analysis import find_needs
+from .collectives import begins_as_copy
 from .joint import Kernel, is_elementwise, is_view, name_of
 
 #: Views that keep the order of the elements.
@@ -105,7 +107,7 @@ class _Able:
 
     def _can_take(self, kernel: Kernel, v: int, task: Task) -> bool:
         values, given = self.program.values, self.node_of[v]
-        if kernel.root is None or not is_elementwise(kernel.root):
+        if kernel.root is None or not (is_elementwise(kernel.root) or begins_as_copy(kernel.root)):
             return False
         if len(task.writes) != 1 or name_of(given) in _NOT_GIVEN:
             return False
@@ -126,7 +128,7 @@ def _between(given: fx.Node, kernel: Kernel) -> Iterator[fx.Node]:
 def _in_order(node: fx.Node) -> bool:
     if is_view(node):
         return name_of(node) in _IN_ORDER
-    return is_elementwise(node) and name_of(node) not in _SHIFTS
+    return (is_elementwise(node) and name_of(node) not in _SHIFTS) or begins_as_copy(node)
 
 
 def _alike(one: fx.Node, other: fx.Node) -> bool:

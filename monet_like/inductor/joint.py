@@ -26,6 +26,7 @@ from torch import fx
 from ..capture.captured import allocated_bytes
 from ..errors import UsageError
 from ..runtime.operators import is_random
+from .collectives import check_collective, communicates, is_wait
 from .rewrites import convert_gradients, split_convolutions, without_shapes
 
 #: A result is cheap if its sources have at most so many times its bytes; narrow if they have at least so many.
@@ -143,8 +144,9 @@ class Joint:
     Attributes:
         graph: of the module that Inductor hands over.
         forward_outputs, backward_outputs: what it returns; None: no tensor, or no gradient.
-        effects: nodes that write into inputs, such as a batch norm's statistics; all in the forward.
-        backward: nodes that depend on an incoming gradient.
+        effects: nodes that write into inputs, such as a batch norm's statistics, or wait for collectives whose results
+            nobody reads; all in the forward.
+        backward: nodes that depend on an incoming gradient, or on a collective that the forward does not need.
         forward: nodes that the forward cannot do without.
         items: nodes with memory of their own, inputs apart.
         cheap: elementwise items that a kernel may also compute anew.
@@ -213,8 +215,10 @@ def read_joint(module: fx.GraphModule, forward_count: int, static: Collection[in
     _check(nodes)
     returned = pytree.arg_tree_leaves(*nodes[-1].args)
     outputs = tuple(node if isinstance(node, fx.Node) else None for node in returned)
-    effects = tuple(node for node in nodes if name_of(node) in _EFFECTS)
     backward = _closure((n for n in nodes if n.op == "placeholder" and "tangents" in str(n.target)), lambda n: n.users)
+    begun = next((place for place, node in enumerate(nodes) if node in backward and node.op != "placeholder"), None)
+    unread = {node for node in nodes[:begun] if is_wait(node) and not node.users}
+    effects = tuple(node for node in nodes if name_of(node) in _EFFECTS or node in unread)
     if not backward.isdisjoint(effects):
         raise UsageError(
             "this model changes a tensor in place in its backward, which compile_options cannot plan; compile it "
@@ -222,6 +226,7 @@ def read_joint(module: fx.GraphModule, forward_count: int, static: Collection[in
         )
     needed = (node for node in (*outputs[:forward_count], *effects) if node is not None)
     forward = _closure(needed, lambda n: n.all_input_nodes)
+    backward |= _closure((node for node in nodes if communicates(node) and node not in forward), lambda n: n.users)
     written = [node.args[0] for node in effects if name_of(node) == "aten::copy_"]
     changed = _closure(written, lambda n: [user for user in n.users if is_view(user)])
     devices = [t.device for node in nodes for t in tensors_of(node.meta.get("val"))]
@@ -248,11 +253,7 @@ def _check(nodes: Iterable[fx.Node]) -> None:
                 f"{node.name} calls {node.target}, which compile_options cannot plan; compile this part of the model "
                 "without it"
             )
-        if name_of(node).startswith("_c10d_functional"):
-            raise UsageError(
-                f"{node.name} is a collective, which compile_options cannot plan; compile the blocks between "
-                "collectives"
-            )
+        check_collective(node)
 
 
 def _closure(start: Iterable[fx.Node], neighbours: Any) -> frozenset[fx.Node]:
@@ -310,7 +311,7 @@ def _with_items(joint: Joint, nodes: list[fx.Node]) -> Joint:
         if is_view(node):
             made_from[node], lengths[node] = sources, length
         elif not is_elementwise(node):
-            if node not in joint.effects:
+            if node not in joint.effects or is_wait(node):
                 items.add(node)
         else:
             own, total = joint.bytes_of(node), sum(sources.values())

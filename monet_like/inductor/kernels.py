@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -12,6 +11,7 @@ from torch import fx
 
 from ..errors import UsageError
 from ..ir.program import Program, Runs, Task, Value, ValueKind
+from .collectives import communicates, is_part, writes_of
 from .in_place import with_takeovers
 from .joint import NARROW, Joint, Kernel, draws, is_elementwise, is_view, readers, reads_memory, walk
 from .rewrites import is_conversion
@@ -67,7 +67,7 @@ class _Builder:
         self._add_values()
         delayed: dict[fx.Node, list[tuple[Task, Kernel]]] = {}
         for node in joint.graph.nodes:
-            if node not in joint.items or node.target is operator.getitem:
+            if node not in joint.items or is_part(node):
                 continue
             if node in joint.backward:
                 ways = [self._task(node, k, place) for place, k in enumerate(self._variants(node))]
@@ -86,7 +86,7 @@ class _Builder:
             outputs.append(self._add_effects())
         returned = self._bases(node for node in joint.backward_outputs if node is not None)
         gradients = [node for node in returned if self.values[node].kind == "backward"]
-        late = [v for v in returned if self.values[v].kind == "forward"]
+        late = [v for v in returned if self.values[v].kind != "backward"]
         if late:
             nodes = tuple(node for node, v in self.value_of.items() if v in late)
             task = Task("returned", tuple(late), ())
@@ -117,7 +117,7 @@ class _Builder:
                 if kind == "input":
                     kind = "parameter" if inputs in self.static else "input"
                     inputs += 1
-            elif node in self.joint.items and not isinstance(node.meta.get("val"), tuple | list):
+            elif node in self.joint.items and node in writes_of(node):
                 kind = "backward" if node in self.joint.backward else "forward"
             else:
                 continue
@@ -144,20 +144,17 @@ class _Builder:
         Such is the weight gradient of a linear layer with more features than the batch has rows.
         """
         task, kernel = way
-        if not all(_is_returned(node) for node in kernel.writes):
+        if not all(_is_returned(node) for node in kernel.writes) or (kernel.root and communicates(kernel.root)):
             return False
         given = sum(self.values[v].bytes for v in task.reads if self.values[v].kind != "parameter")
         return NARROW * given <= sum(self.values[v].bytes for v in task.writes)
 
     def _variants(self, root: fx.Node) -> list[Kernel]:
         """The kernels that may write an item: they read what is there, or compute more of it anew."""
-        writes: tuple[fx.Node, ...] = (root,)
-        if isinstance(root.meta.get("val"), tuple | list):
-            writes = tuple(user for user in root.users if user.target is operator.getitem)
         found: dict[tuple[fx.Node, ...], Kernel] = {}
         for stop in self.stops[:1] if reads_memory(root) else self.stops:
             reads, inlined = walk(root, stop, self.order)
-            found.setdefault(reads, Kernel(root, reads, inlined, writes))
+            found.setdefault(reads, Kernel(root, reads, inlined, writes_of(root)))
         return list(found.values())
 
     def _task(self, root: fx.Node, kernel: Kernel, place: int) -> tuple[Task, Kernel]:
@@ -171,7 +168,7 @@ class _Builder:
                 f"{root.name} of the backward reads {next(iter(touched)).name}, which the forward overwrites; "
                 "compile_options cannot plan this model"
             )
-        if draws(root) or touched:
+        if draws(root) or communicates(root) or touched:
             runs = "first"
         elif root not in joint.forward and root not in joint.backward:
             given = sum(self.values[v].bytes for v in reads if self.values[v].kind == "forward")
@@ -195,7 +192,7 @@ class _Builder:
         """The effects of the forward: a task that makes a value of no bytes."""
         read: dict[int, None] = {}
         for node in self.joint.effects:
-            reads, _ = walk(node, self.joint.items, self.order)
+            reads = (node,) if node in self.value_of else walk(node, self.joint.items, self.order)[0]
             read.update((self.value_of[n], None) for n in reads if n in self.value_of)
         done = len(self.values)
         self.values.append(Value("effects", 0, "forward"))
@@ -208,7 +205,7 @@ def _unconverted(node: fx.Node) -> fx.Node:
     if not is_conversion(node):
         return node
     made: Any = node.args[0]
-    while made.target is operator.getitem or is_view(made):
+    while is_part(made) or is_view(made):
         made = made.args[0]
     return cast(fx.Node, made)
 

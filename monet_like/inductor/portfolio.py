@@ -7,7 +7,6 @@ The fastest that fits is taken. So the price of a planned step is at most that o
 from __future__ import annotations
 
 import copy
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from torch import fx
 from ..ir.program import Cost
 from ..profile.roofline import seconds_of as seconds_by_rates
 from ..profile.work import Operation
+from .collectives import communicates, is_wait, writes_of
 from .joint import Kernel, draws, is_generated, is_view
 from .prices import Device, measured_cost, price_of, with_strides
 from .rehearsal import Rehearsed, rehearsed
@@ -53,12 +53,15 @@ def own_partitions(
 ) -> Iterator[tuple[float, Partition]]:
     """PyTorch's partitions of a joint graph, each distinct one once, from the one that saves most.
 
-    A partition that draws random numbers a second time is left out: its gradients would be of other masks.
+    A partition that draws random numbers a second time is left out: its gradients would be of other masks. A graph with
+    collectives has none: they may be in another order there than in a plan of another process.
 
     Args:
         module: it is not changed.
         inputs, options: as Inductor gives them to a partitioner.
     """
+    if any(communicates(node) for node in module.graph.nodes):
+        return
     known = []
     shares = {torch._functorch.config.activation_memory_budget, *SHARES}
     for share in sorted(shares, reverse=True):
@@ -90,7 +93,7 @@ def is_called(node: fx.Node) -> bool:
     """Whether Inductor calls PyTorch's operator; a plan's own operators are none of them, and become no calls."""
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace == "monet_like_inductor":
         return False
-    return not is_generated(node) and not is_view(node)
+    return not is_generated(node) and not is_view(node) and not is_wait(node)
 
 
 def called_costs(partition: Partition, device: Device, measured: bool) -> tuple[dict[str, Cost], float]:
@@ -103,11 +106,6 @@ def called_costs(partition: Partition, device: Device, measured: bool) -> tuple[
             found[node.name] = price_of(kernel, node, device, measured=measured)
             seconds += found[node.name].seconds
     return found, seconds
-
-
-def writes_of(call: fx.Node) -> tuple[fx.Node, ...]:
-    """The parts of a call's result, or itself."""
-    return tuple(user for user in call.users if user.target is operator.getitem) or (call,)
 
 
 def judged(share: float | None, partition: Partition, forward_count: int, device: Device, *, measured: bool) -> Way:

@@ -18,6 +18,7 @@ from ..profile.measure import allocated_peak, seconds_of
 from ..profile.rates import limits_like, measured_limits
 from ..profile.roofline import seconds_of as seconds_by_rates
 from ..profile.work import Operation, Operations
+from .collectives import begins_as_copy, communicates
 from .joint import Kernel, name_of, tensors_of
 from .kernels import Kernels
 
@@ -72,10 +73,14 @@ def price_of(kernel: Kernel, root: fx.Node, device: Device, *, measured: bool) -
 
 
 def _copied_bytes(node: fx.Node) -> int:
-    """Bytes of the copies that Inductor has made for a product: of arguments none of whose dimensions has stride 1.
+    """Bytes of the copies that Inductor has made for a product: of arguments none of whose dimensions has stride 1; and
+    for a collective: of arguments that are not contiguous.
 
     Such are every second element of a row, and the gradient of a sum: one element that is expanded.
     """
+    if communicates(node) and not begins_as_copy(node):
+        given = tensors_of([argument.meta["val"] for argument in node.all_input_nodes])
+        return sum(t.numel() * t.element_size() for t in given if not t.is_contiguous())
     if name_of(node) not in _PRODUCTS:
         return 0
     arguments = [argument.meta["val"] for argument in node.args if isinstance(argument, fx.Node)]
@@ -119,7 +124,8 @@ MEASURED: dict[str, Cost | None] = {}
 
 
 def measured_cost(root: fx.Node, writes: Sequence[fx.Node], device: Device) -> Cost | None:
-    """Seconds and workspace of an operator of PyTorch's; None: it does not run by itself, or is too large.
+    """Seconds and workspace of an operator of PyTorch's; None: it does not run by itself, as a collective, or is
+    too large.
 
     Args:
         root: the call.
@@ -134,7 +140,7 @@ def measured_cost(root: fx.Node, writes: Sequence[fx.Node], device: Device) -> C
     key = f"{device.device}, {torch.get_num_threads()}: {root.target} {arguments} {_bytes(writes)}"
     if key not in MEASURED:
         small = _bytes((*root.all_input_nodes, *writes)) <= MOST_MEASURED_BYTES
-        MEASURED[key] = _measured(root, writes, device) if small else None
+        MEASURED[key] = _measured(root, writes, device) if small and not communicates(root) else None
     return MEASURED[key]
 
 

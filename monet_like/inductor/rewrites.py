@@ -81,6 +81,8 @@ def convert_gradients(graph: fx.Graph, forward_count: int, static: Collection[in
         if not isinstance(gradient, fx.Node):
             continue
         parameter, found = inputs[place].meta["val"], gradient.meta["val"]
+        if not isinstance(found, torch.Tensor):  # a parameter of PyTorch's DTensor is a tensor and a mesh of devices
+            continue
         dense = torch.ops.aten.is_non_overlapping_and_dense(parameter)
         strides = (parameter if dense else parameter.contiguous()).stride()
         if any(size != 1 and a != b for size, a, b in zip(found.shape, found.stride(), strides, strict=True)):

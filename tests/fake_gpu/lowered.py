@@ -23,6 +23,7 @@ from unittest import mock
 
 import torch
 import torch._functorch.config as functorch_config
+import torch.distributed as dist
 import torch.nn.functional as F
 from brief import FEW, FEWER
 from layers import LAYERS, Made
@@ -30,6 +31,8 @@ from torch import nn
 from torch._inductor import config
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.graph import GraphLowering
+from torch.distributed._functional_collectives import all_reduce
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from monet_like.export.graph_plans import plan_model
 from monet_like.inductor import choice, prices, rehearsal, trial
@@ -201,8 +204,36 @@ def _convolved() -> nn.Module:
     return nn.Sequential(nn.Conv2d(96, 96, 3), nn.BatchNorm2d(96), nn.ReLU(), nn.Conv2d(96, 96, 3))
 
 
+class _Summed(torch.autograd.Function):
+    """The sum over all processes, of the gradient too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return all_reduce(x, "sum", dist.group.WORLD)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return all_reduce(grads[0].contiguous(), "sum", dist.group.WORLD)
+
+
+class Halved(nn.Module):
+    """Two gated layers, of each of which this process has a part; the other process does not exist."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Gated() for _ in range(2))
+        if not dist.is_initialized():
+            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + _Summed.apply(layer(F.layer_norm(x, (256,))))
+        return x
+
+
 #: Layers whose kernels can be counted by hand, or that are quickly compiled.
 SMALL = {
+    "halved": lambda _: (Halved(), (torch.randn(1024, 256),)),
     "gated": lambda _: (Gated(), (torch.randn(1024, 256),)),
     "convolved": lambda _: (_convolved(), (torch.randn(8, 96, 16, 16).requires_grad_(),)),
 }

@@ -140,6 +140,15 @@ def test_a_file_has_the_peak_of_the_schedule_in_it(lowered: Lowered) -> None:
 
 
 @pytest.mark.slow
+def test_collectives_are_rehearsed_and_no_partition_stands_beside_their_plans(lowered: Lowered) -> None:
+    compiled, planned, tight = lowered(*(f"halved:{what}" for what in ("1.0", "peak of 1.0", "0.9 of 1.0")))
+    assert planned["calls"] == compiled["calls"] < tight["calls"]
+    for found in (planned, tight):
+        assert found["judged"].keys() == {"None"} and not found["said"]
+        assert found["peak_bytes"] == found["predicted_bytes"] <= found["budget_bytes"]
+
+
+@pytest.mark.slow
 def test_convolutions_that_inductor_turns_to_channels_last_are_rehearsed_so(lowered: Lowered) -> None:
     """The backward is given what is saved in the layouts that the forward makes, not in those of the graph."""
     compiled, planned = lowered("convolved:1.0", "convolved:peak of 1.0")
