@@ -394,6 +394,7 @@ _OFFLOADING = [
     ("inductor/joint.py", "in _EFFECTS or node in unread)", "in _EFFECTS)", _COLLECTIVES.format("no_collective_is_left_out_or_changes_sides[Unread-1-0]")),
     ("inductor/prices.py", "if small and not communicates(root) else", "if small else", _COLLECTIVES.format("no_collective_runs_for_measuring")),
     ("inductor/emission.py", "key=_place_of)", "key=_is_unchecked)", _COLLECTIVES.format("collectives_of_a_plan_run_once_in_the_order_of_the_graph[60%]")),
+    ("capture/lower/lowering.py", 'node.target.namespace == "_c10d_functional"', "False", _COLLECTIVES.format("a_schedule_of_operators_is_refused")),
     ("inductor/in_place.py", "or begins_as_copy(kernel.root)", "", _COLLECTIVES.format("a_collective_takes_the_bytes_that_its_plan_counts[all_reduce]")),
     ("inductor/emission.py", 'f"{node.name}_of_group_{group}"', "node.name", "inductor/test_second_start.py::test_a_second_process_lowers_only_graphs_in_other_groups"),
     ("inductor/partitioner.py", "if context is None or context.fw_metadata is None:", "if context is None:", "inductor/test_second_start.py::test_a_second_process_lowers_only_graphs_in_other_groups"),

@@ -21,7 +21,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import monet_like
-from monet_like.errors import InfeasibleError, UsageError
+from monet_like.capture.lower.step import capture
+from monet_like.errors import CaptureError, InfeasibleError, UsageError
 from monet_like.export.graph_plans import _run_as_it_is
 from monet_like.inductor.collectives import communicates
 from monet_like.inductor.planned_graph import PlannedGraph
@@ -289,6 +290,12 @@ class Applied(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.operation(x)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_schedule_of_operators_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"communicates with other processes.*compile_options"):
+        capture(Sharded(), (batch(),))
 
 
 def _gradients(model: nn.Module) -> list[torch.Tensor]:

@@ -155,6 +155,11 @@ class Lowering(Values):
             return
         if not isinstance(node.target, torch._ops.OpOverload):
             raise CaptureError(f"{node.target} at {_user_line(node)} is not an ATen operator and cannot be scheduled")
+        if node.target.namespace == "_c10d_functional":
+            raise CaptureError(
+                f"{node.target} at {_user_line(node)} communicates with other processes, which a schedule would do "
+                "again where it recomputes; plan the parts between such calls, or all by monet_like.compile_options"
+            )
         if node.target is _CUDNN_LAYERS:
             raise CaptureError(
                 "cuDNN computes a recurrent layer, and only cuDNN knows how large its workspace in the backward is; "
