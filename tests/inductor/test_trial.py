@@ -151,6 +151,13 @@ def test_graphs_that_made_up_values_may_break_are_not(function: Callable[..., An
     assert using(function, (x, ids), lambda handed: trial.why_untimed(handed.untouched.graph)) == reason
 
 
+def test_graphs_of_several_processes_are_not() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.call_function(torch.ops._c10d_functional.all_reduce.default, (x, "sum", "a group"))
+    assert trial.why_untimed(graph) == "_c10d_functional::all_reduce communicates"
+
+
 def test_indices_beyond_the_end_are_seen() -> None:
     x, ids = torch.rand(6, 6, requires_grad=True), torch.zeros(6, dtype=torch.long)
     assert using(beyond, (x, ids), lambda handed: trial.why_untimed(handed.untouched.graph)) == ""
