@@ -185,11 +185,11 @@ def ours(
 
     With ``graphs`` as CUDA graphs.
     """
+
     from monet_like.compiler.request import Request
     from monet_like.compiler.sources import Given
     from monet_like.ir.profile_file import Profile
     from monet_like.job.job import Job as Compiler
-    from monet_like.replay.graphs.cuda import cuda_graphs
     from monet_like.replay.wrapper import ScheduleWrapper
 
     request = Request(
@@ -201,13 +201,13 @@ def ours(
     own = compiler.ready.cublas_bytes + compiler.ready.variants_cublas_bytes  # counted by plans, and in no peak here
     found = compiler.plan(job.budget_bytes + own if job.budget_bytes else 2**50)
     started = time.perf_counter()
-    module = ScheduleWrapper(model, found.record, example=example, captured=found.ready.captured, backend=backend)
+    module = ScheduleWrapper(
+        model, found.record, example=example, captured=found.ready.captured, backend=backend, cuda_graphs=graphs
+    )
     wrapping = time.perf_counter() - started
     seconds = sum(s for stage, s in found.compiled.stage_seconds.items() if stage != "profile") + wrapping
     record = found.record
     gap = -1.0 if record.gap is None else record.gap
-    if graphs:
-        cuda_graphs(module)
     return Built(module, seconds, record.peak_bytes - record.cublas_bytes, record.seconds, record.plain_seconds, gap)
 
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from .nn.dropit import to_dropit
     from .nn.sync_batch_norm import convert_sync_batchnorm
     from .plan.strategies import register_strategy
-    from .replay.graphs.cuda import cuda_graphs
     from .replay.memory.allocator import place_memory, reserve
     from .replay.wrapper import ScheduleWrapper
     from .report.kept_memory import memory_report
@@ -38,7 +37,6 @@ __all__ = [
     "checkpoint_policy",
     "compile_options",
     "convert_sync_batchnorm",
-    "cuda_graphs",
     "fits",
     "mark",
     "memory_report",
@@ -60,7 +58,6 @@ _LAZY = {
     "checkpoint_policy": "export.selective",
     "compile_options": "inductor.options",
     "convert_sync_batchnorm": "nn.sync_batch_norm",
-    "cuda_graphs": "replay.graphs.cuda",
     "fits": "auto.fits.fits",
     "mark": "capture.annotations",
     "memory_report": "report.kept_memory",

@@ -254,7 +254,7 @@ def replay(name: str, record: ScheduleRecord, plain: Plain, steps: int) -> Repla
     """Run a schedule beside plain PyTorch."""
     device, example = plain.device, plain.example
     scheduled = ScheduleWrapper(
-        copy.deepcopy(plain.model.model), record, example=example, captured=plain.captured(record)
+        copy.deepcopy(plain.model.model), record, example=example, captured=plain.captured(record), cuda_graphs=False
     )
     wrapped = Casting(scheduled, record.autocast, device)
     emptied(device)

@@ -457,8 +457,9 @@ _CLOCKS = [
 ]  # fmt: skip
 
 _STEP_GRAPHS, _MODEL_GRAPHS = "replay/graphs/step.py", "replay/graphs/model.py"
-_TRAINER = "replay/test_cuda_graphs.py::test_whatever_the_trainer_does[{}]"
+_TRAINER = "replay/test_cuda_graphs.py::test_whatever_the_trainer_does[{}-always]"
 _GRAPHED = "replay/test_cuda_graphs.py::{}"
+_TRIED = "replay/test_graph_trials.py::test_{}"
 #: Steps that are replayed as CUDA graphs.
 _GRAPHS = [
     (_STEP_GRAPHS, "outputs = graphs.out(0, found[:count])", "outputs = [each.detach() for each in found[:count]]", _TRAINER.format("everything_kept")),
@@ -472,6 +473,11 @@ _GRAPHS = [
     (_STEP_GRAPHS, 'kernel_settings() != self._settings else ""', 'False else ""', _GRAPHED.format("test_a_setting_for_kernels_that_changes_has_graphs_of_its_own")),
     (_STEP_GRAPHS, "self.recorder.stream() == self.stream", "True", _GRAPHED.format("test_the_backward_on_another_stream_runs_without")),
     (_MODEL_GRAPHS, "if self._call is not None and self._call() is not None:", "if False:", _TRAINER.format("two_forwards")),
+    ("replay/graphs/trial.py", "if seconds >= FASTER * self._without:", "if False:", _TRIED.format("graphs_that_are_hardly_faster_are_not_used[0.971-False]")),
+    ("replay/graphs/trial.py", '("budget", pool_bytes(step) + copies, left)', '("budget", pool_bytes(step), left)', _TRIED.format("graphs_fit_where_the_budget_and_the_device_have_room_for_the_pool_beside_a_step")),
+    ("replay/graphs/trial.py", ") > record.device_seconds:", ") > 0.0:", _TRIED.format("by_a_plan_that_knows_the_times_graphs_are_tried_only_where_the_host_is_waited_for")),
+    (_STEP_GRAPHS, "trial.compare(chain(replayed(), self._changed(residents)))", "trial.compare(replayed())", _TRIED.format("graphs_that_change_something_else_are_not_used[a buffer]")),
+    (_MODEL_GRAPHS, "if not self.always and step.captured.device.type not in self._recorders:", "if False:", _TRIED.format("a_model_on_a_cpu_is_not_touched")),
     ("replay/graphs/copies.py", "if shared else 0", "", _GRAPHED.format("test_copies_lie_as_their_originals")),
     ("replay/training_step.py", "call.graphs if again else None", "None", _TRAINER.format("graph_retained")),
     ("replay/training_step.py", "not again and not missing and graphs", "not missing and graphs", _TRAINER.format("graph_retained")),

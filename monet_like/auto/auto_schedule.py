@@ -107,7 +107,7 @@ class AutoSchedule(ScheduleWrapper):
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         nn.Module.__init__(self)
-        self._share(model, settings.backend)
+        self._share(model, settings.backend, settings.cuda_graphs)
         self.settings = settings
         self._on_new_input, self._shows_progress = settings.on_new_input, settings.verbose
         self.record = None
@@ -200,6 +200,8 @@ class AutoSchedule(ScheduleWrapper):
         if self._parts is None:
             raise CaptureError(f"{why}; none of its parts of several operators can be captured, either") from refused
         self._begun, self.plans_its_memory = True, False
+        if self._graphs is not None and self._graphs.always:
+            warn_caller(f"{type(self._model).__name__} has no CUDA graphs: its parts have schedules of their own")
         if self._arena is not None:
             self._arena = None
             warn_caller(

@@ -59,6 +59,7 @@ class Planning(TypedDict, total=False):
     The training loop:
 
     * ``backend``: ``eager`` (default), or ``inductor``; see `ScheduleWrapper`.
+    * ``cuda_graphs``: None (default), True or False; see `ScheduleWrapper`. Blocks have none.
     * ``optimizer_in_backward``: hooks of the loop (``register_post_accumulate_grad_hook``) step and free each gradient
       in the backward, so the plan need not have room for all gradients at once. Without such hooks the step needs more
       memory than planned. Plans of blocks have room for all gradients in any case.
@@ -83,6 +84,7 @@ class Planning(TypedDict, total=False):
     lengths: Sequence[int]
     on_new_input: str
     backend: str
+    cuda_graphs: bool | None
     optimizer_in_backward: bool
     loss: Callable[[Any], torch.Tensor] | None
     keeps_result: bool
@@ -113,6 +115,7 @@ class Settings:
     lengths: tuple[int, ...] = ()
     on_new_input: str = "plan"
     backend: str = "eager"
+    cuda_graphs: bool | None = None
     optimizer_in_backward: bool = False
     loss: Callable[[Any], torch.Tensor] | None = None
     keeps_result: bool = True
@@ -197,6 +200,8 @@ def _check_names(planning: Planning, *, blocks: bool) -> None:
             hint = f"; did you mean {near[0]}?" if near else "."
             raise UsageError(f"there is no keyword {name!r}{hint} Those for planning are {', '.join(sorted(known))}")
     if blocks:
+        if planning.get("cuda_graphs"):
+            raise UsageError("cuda_graphs=True is for a schedule of the whole model; blocks have no CUDA graphs")
         return
     for name, is_set in (
         ("loss", planning.get("loss") is not None),
@@ -240,6 +245,7 @@ _RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "on_new_input": _one_of(ON_NEW_INPUT),
     "backend": _one_of(BACKENDS),
+    "cuda_graphs": _MAYBE,
     "optimizer_in_backward": _YES_OR_NO,
     "loss": (lambda value: value is None or callable(value), "must be a function of the model's result, or None"),
     "keeps_result": _YES_OR_NO,

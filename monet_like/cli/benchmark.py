@@ -166,7 +166,8 @@ def _measured(
 ) -> list[Measured]:
     """Measure peak activation memory, total peak memory and the median seconds of a step."""
     device, model = problem.device, problem.request.model
-    pairs = [(net, example) for net in (model, ScheduleWrapper(model, record, captured=ready.captured))]
+    wrapped = ScheduleWrapper(model, record, captured=ready.captured, cuda_graphs=False)
+    pairs = [(net, example) for net in (model, wrapped)]
     bare, weights = accumulating(ready), weight_bytes(ready)
     apart = simulate(bare.captured.program, record.schedule, ready.costs).peak_bytes - weights
     found = []

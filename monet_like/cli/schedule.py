@@ -96,7 +96,7 @@ def _runtime(
     console: Console, model: nn.Module, record: ScheduleRecord, example: Example, device: torch.device, steps: int
 ) -> dict[str, dict[str, float]]:
     """Measure, print and return step times and peaks."""
-    plain, wrapped = copy.deepcopy(model), ScheduleWrapper(copy.deepcopy(model), record)
+    plain, wrapped = copy.deepcopy(model), ScheduleWrapper(copy.deepcopy(model), record, cuda_graphs=False)
     peaks = [step_peak(candidate, example, device) for candidate in (plain, wrapped)]
     medians = step_seconds([(plain, example), (wrapped, example)], device, steps)
     predicted = (

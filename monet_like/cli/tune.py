@@ -275,7 +275,7 @@ def _measured(
     for candidate in candidates:
         request, ready = family.request(candidate.batch), family.prepared(candidate.batch)
         record = make_record(request, ready, candidate.plan, problem.budget_bytes)
-        wrapped = ScheduleWrapper(model, record, example=request.example, captured=ready.captured)
+        wrapped = ScheduleWrapper(model, record, example=request.example, captured=ready.captured, cuda_graphs=False)
         example = real_example(request.example, problem.device)
         say(f"batch {candidate.batch}: measure")
         with autocast_as(problem.request.autocast, problem.device), attention_as(problem.request.attention):

@@ -372,4 +372,5 @@ def make_record(request: Request, ready: Prepared, found: Plan, limit: int) -> S
         note=profile.note + (f"; captured as on {request.target.type}, without one" if request.target else ""),
         counts=summary_counts(captured.program, found),
         run_bytes=tuple(step.bytes for step in found.report.steps),
+        device_seconds=0.0 if clock is None else found.report.seconds,
     )

@@ -66,6 +66,7 @@ class ScheduleRecord:
             what PyTorch chooses there.
         made_last: names of the parameters whose gradients are made after all others.
         peak_bytes, seconds: predicted for this schedule; no ``peak_bytes``: nothing is promised.
+        device_seconds: of ``seconds``, those in which a GPU works; 0: not known, or there is none.
         plain_peak_bytes, plain_seconds: predicted for plain PyTorch.
         solver, status, bound_seconds, gap, solve_seconds: how it was found; ``bound_seconds`` and ``gap`` are
             None where nothing is proven.
@@ -107,6 +108,7 @@ class ScheduleRecord:
     attention: str = ""
     run_bytes: tuple[int, ...] = ()
     offloaded: tuple[int, ...] = ()
+    device_seconds: float = 0.0
 
     @property
     def is_plain(self) -> bool:
@@ -143,7 +145,7 @@ class ScheduleRecord:
         """Everything that the file holds, as plain builtins."""
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
         content |= content.pop("schedule")
-        for name in ("optimizer_in_backward", "attention", "run_bytes", "offloaded"):  # files without it read the same
+        for name in _IF_THERE:  # files without it read the same
             if not content[name]:
                 del content[name]
         return content
@@ -203,5 +205,7 @@ _MOST_ELEMENTS = 2**53
 
 #: Fields of the schedule, which stand among the others.
 _SCHEDULE = ("forward", "again", "ways")
+#: Fields that are left out of a file where they say nothing.
+_IF_THERE = ("optimizer_in_backward", "attention", "run_bytes", "offloaded", "device_seconds")
 #: Fields that files of this format did not always have, and the schedule itself.
-_LATER = ("schedule", "made_last", "cublas_bytes", "optimizer_in_backward", "attention", "run_bytes", "offloaded")
+_LATER = ("schedule", "made_last", "cublas_bytes", *_IF_THERE)

@@ -117,14 +117,15 @@ class SolvedPlan:
         """
         self.record.save(Path(path))
 
-    def wrap(self, backend: str = "eager") -> ScheduleWrapper:
+    def wrap(self, backend: str = "eager", *, cuda_graphs: bool | None = None) -> ScheduleWrapper:
         """The job's model, which from now on trains by this schedule; as `ScheduleWrapper`."""
         request = self.request
         if request.target is not None:
             raise UsageError("this plan is for a GPU that is not here; save it, and wrap the model there")
         return ScheduleWrapper(
-            request.model, self.record, example=request.example, captured=self.ready.captured, backend=backend
-        )
+            request.model, self.record, example=request.example, captured=self.ready.captured, backend=backend,
+            cuda_graphs=cuda_graphs,
+        )  # fmt: skip
 
     def report(self, path: str | Path, *, front: str = "quick", live: bool = False, png: bool = False) -> Figures:
         """Write a page for a browser: memory over the step, layer by layer, and what is recomputed.

@@ -23,6 +23,13 @@ def reserve_of(total_bytes: int) -> int:
     return max(RESERVED_BYTES, int(RESERVED_SHARE * total_bytes))
 
 
+def obtainable_bytes(device: torch.device) -> int:
+    """What all tensors of this process together can have on a GPU: what is free, and what the allocator has."""
+    unused, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
+    return min(unused + reserved, int(total * torch.cuda.get_per_process_memory_fraction(device)))
+
+
 def on_card(
     budget: Budget,
     device: torch.device,
@@ -46,12 +53,10 @@ def on_card(
     if absent is not None and absent.memory_bytes:
         total = free = absent.memory_bytes
     elif absent is None and device.type == "cuda":
-        unused, total = torch.cuda.mem_get_info(device)
+        total = torch.cuda.mem_get_info(device)[1]
         parts = (part for part in resident_parts(model, example) if part.device == device)
         own = sum(part.untyped_storage().nbytes() for part in parts)
-        reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
-        allowed = int(total * torch.cuda.get_per_process_memory_fraction(device)) - reserved
-        free = min(unused, allowed) + reserved - allocated + own
+        free = obtainable_bytes(device) - torch.cuda.memory_allocated(device) + own
     else:
         where = absent.name if absent is not None else device.type
         raise UsageError(

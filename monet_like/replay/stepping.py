@@ -331,6 +331,7 @@ class Stepping(Compiling):
     ) -> CompiledStep:  # fmt: skip
         """Compile a schedule's decisions; ``settings``: Inductor compiles the model, whose graphs are planned so."""
         step = CompiledStep(captured, record.schedule, run_bytes=record.run_bytes)
+        step.record = record
         step.compiled = None if settings is None else CompiledCall(settings)
         if not captured.gradients_in_rows:
             step.for_row_major = self._for_row_major(record, step, args, kwargs)

@@ -25,6 +25,7 @@ from ..errors import UsageError
 from ..inductor.compiled_call import CompiledCall
 from ..ir.program import RESIDENT_KINDS, Call, Ref
 from ..ir.schedule import Schedule
+from ..ir.schedule_file import ScheduleRecord
 from ..runtime import out_of_memory
 from ..runtime.codegen import Block, compile_block, compile_chain
 from ..runtime.offloaded_calls import Keeping
@@ -68,11 +69,13 @@ class CompiledStep:
         for_row_major: the same step, whose backward takes incoming gradients in row-major order, where the model's
             results lie in another: plain PyTorch's kernels round differently for another layout. None: it takes copies.
         memory: where its tensors are placed; None: where PyTorch's allocator puts them.
+        record: what it was planned by; None: nothing is promised.
     """
 
     compiled: CompiledCall | None = None
     for_row_major: CompiledStep | None = None
     memory: StepMemory | None = None
+    record: ScheduleRecord | None = None
 
     def __init__(
         self,

@@ -54,6 +54,9 @@ class ScheduleWrapper(Stepping):
         backend: ``eager``, or ``inductor``: the model is compiled as one graph, planned for the budget of the schedule
             (minutes, once); where that fails, it follows the schedule, with a warning. Results agree to rounding,
             random masks are the same. Smaller inputs are replayed by ``eager``.
+        cuda_graphs: whether training steps on a GPU are replayed as CUDA graphs (docs/faq.md, CUDA graphs). None:
+            where the host is waited for, the memory suffices, and a trial at the third step is won. True: without a
+            trial, and a warning says which steps cannot be. Gradients, buffers and random masks do not change.
 
     Raises:
         UsageError: an unknown backend, or one that lacks its compiler.
@@ -77,10 +80,11 @@ class ScheduleWrapper(Stepping):
         example: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
         captured: Captured | None = None,
         backend: str = "eager",
+        cuda_graphs: bool | None = None,
     ) -> None:
         super().__init__()
         check_unscripted(model)
-        self._share(model, backend)
+        self._share(model, backend, cuda_graphs)
         self.record = record = _loaded(solution_file, device_of(model))
         if input_shape is not None:
             check_shapes(record, input_shape)
@@ -104,7 +108,7 @@ class ScheduleWrapper(Stepping):
                     if not inputs or not asks_for_values(model):
                         raise  # else the first call, which has values, is captured
 
-    def _share(self, model: nn.Module, backend: str) -> None:
+    def _share(self, model: nn.Module, backend: str, cuda_graphs: bool | None = False) -> None:
         """Share the parameters, buffers and submodules of ``model``."""
         if isinstance(model, ScheduleWrapper):
             raise UsageError("the model is already wrapped in a ScheduleWrapper")
@@ -122,7 +126,7 @@ class ScheduleWrapper(Stepping):
         self._lock = CallLock()  # of captures in several threads, each of which changes the model while it lasts
         self._begun = False  # whether a step was run, or planned ahead
         self._arena: Arena | None = None  # see `monet_like.place_memory`
-        self._graphs: ModelGraphs | None = None  # see `monet_like.cuda_graphs`
+        self._graphs = ModelGraphs(bool(cuda_graphs)) if cuda_graphs or cuda_graphs is None else None
         self._synchronised = is_synchronised(model)
         self._streamed: Streamed | None = None  # see `monet_like.runtime.streamed_weights`
 
@@ -165,7 +169,7 @@ class ScheduleWrapper(Stepping):
 
     def __getstate__(self) -> dict[str, Any]:
         # Steps are compiled anew where it is unpickled or copied, and no memory is shared.
-        return {**super().__getstate__(), "_arena": None, "_graphs": None}
+        return {**super().__getstate__(), "_arena": None}
 
     def extra_repr(self) -> str:
         """Shown by ``print``."""

@@ -27,7 +27,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "nearest is named": ({"optimiser": "sgd"}, "did you mean optimizer?"),
     "unheard of": (
         {"colour": 3},
-        "no keyword 'colour'. Those for planning are backend, effort, gap, keeps",
+        "no keyword 'colour'. Those for planning are backend, cuda_graphs, effort, gap, keeps",
     ),
     "effort": ({"effort": "fast"}, "effort 'fast' is unknown; choose one of auto, quick, full"),
     "new input": ({"on_new_input": "other"}, "on_new_input 'other' is unknown; choose one of plan, plain, error"),

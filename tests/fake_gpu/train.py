@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest import mock
 
 import convolutions
 import streamed
@@ -48,6 +49,9 @@ from monet_like.profile.cublas import measured_bytes
 from monet_like.profile.devices import DEVICES
 from monet_like.profile.measure import allocated_peak, seconds_of
 from monet_like.profile.workspaces import own_need
+from monet_like.replay.graphs import model as graphs_of_models
+from monet_like.replay.graphs import trial
+from monet_like.replay.graphs.model import WARM_UP
 from monet_like.replay.graphs.recorder import CudaRecorder
 from monet_like.replay.graphs.step import _Parts
 from monet_like.replay.verify.steps import resident_bytes, step_peak, unsaved_loss
@@ -170,7 +174,7 @@ class InAutocast(nn.Module):
 def planned(
     name: str, device: torch.device = CUDA, *, link: float = 1e6, **options: Any
 ) -> tuple[Any, tuple[Any, ...], nn.Module]:
-    """A model with a schedule, its arguments, and the same in its autocast.
+    """A model with a schedule, its arguments, and the same in its autocast. It has no CUDA graphs by default.
 
     Args:
         link: bytes a second to the host; by default too few for any copy to pay.
@@ -180,7 +184,8 @@ def planned(
     model, args = model.to(device), tuple(arg.to(device) for arg in args)
     dtype = torch.bfloat16 if "bfloat16" in name else None
     with casting(dtype):
-        wrapped = monet_like.auto_schedule(model, args, **{"memory_budget": "80%", "effort": "quick", **options})
+        usual = {"memory_budget": "80%", "effort": "quick", "cuda_graphs": False}
+        wrapped = monet_like.auto_schedule(model, args, **{**usual, **options})
     running = InAutocast(wrapped, dtype)
     return wrapped, args, running
 
@@ -447,7 +452,7 @@ def counted(run: Callable[[], Any]) -> dict[str, int]:
 
 def graphed(name: str) -> dict[str, Any]:
     """Steps that are blocks as CUDA graphs: what is launched, the pool's memory, and how far the generator is."""
-    wrapped, args, running = planned(name, memory_budget="150%" if "dropout" in name else "80%")
+    wrapped, args, running = planned(name, memory_budget="150%" if "dropout" in name else "80%", cuda_graphs=True)
     record, pool, session = wrapped.record, list[int](), CudaRecorder.session
     torch.cuda.manual_seed(0)
     plain = InAutocast(wrapped._model, running.dtype)
@@ -469,7 +474,6 @@ def graphed(name: str) -> dict[str, Any]:
             pool.append(after["requested_bytes.all.peak"] - before["requested_bytes.all.current"])
 
     CudaRecorder.session = watched  # type: ignore[method-assign]
-    monet_like.cuda_graphs(wrapped)
     steps = [counted(partial(step, running, args)) for _ in range(7)]
     moved = torch.cuda.get_rng_state(CUDA).equal(drawn)
     held = torch.cuda.memory_allocated(CUDA)
@@ -498,9 +502,104 @@ def graphed(name: str) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def trials_won() -> Iterator[None]:
+    """By a clock that knows nothing but graphs. What kernels would compute is taken for equal."""
+    launched, now = ctypes.c_long.in_dll(ctypes.CDLL(None), "fake_gpu_graph_launches"), [0.0, 0.0]
+
+    def seconds(_: CudaRecorder) -> float:
+        now[:] = now[0] + (0.1 if launched.value > now[1] else 0.2), launched.value
+        return now[0]
+
+    alike = lambda one, other: one is other or one.shape == other.shape  # noqa: E731
+    with (
+        mock.patch.object(CudaRecorder, "seconds", seconds),
+        mock.patch.object(trial, "_same_bits", alike),
+        mock.patch.object(graphs_of_models, "unneeded", return_value=""),  # this GPU has no times
+    ):
+        yield
+
+
+def graphs_tried(name: str) -> dict[str, Any]:
+    """Steps of a model for which nobody has asked for graphs: what is launched, and the memory of the trial."""
+    wrapped, args, running = planned(name, memory_budget="300%", cuda_graphs=None)
+    session, said, found = CudaRecorder.session, messages(logging.INFO), dict[str, Any]()
+
+    @contextmanager
+    def watched(recorder: CudaRecorder) -> Iterator[None]:
+        with session(recorder):
+            free, before = torch.cuda.mem_get_info(CUDA)[0], torch.cuda.memory_stats(CUDA)
+            torch.cuda.reset_peak_memory_stats(CUDA)
+            yield
+            after = torch.cuda.memory_stats(CUDA)
+            found["pool"] = after["requested_bytes.all.peak"] - before["requested_bytes.all.current"]
+            found["taken"] = free - torch.cuda.mem_get_info(CUDA)[0]
+        found["reserved"] = recorder.pool_bytes
+        torch.cuda.reset_peak_memory_stats(CUDA)
+
+    with trials_won(), mock.patch.object(CudaRecorder, "session", watched):
+        steps = [counted(partial(step, running, args)) for _ in range(WARM_UP)]
+        running.zero_grad()
+        elsewhere = torch.cuda.memory_stats(CUDA)["requested_bytes.all.current"] - resident_bytes(wrapped, (args, {}))
+        steps += [counted(partial(step, running, args)) for _ in range(3)]
+    (kept,) = wrapped._kept
+    copies = [
+        kept.captured.metas[v].allocated_bytes for v in (*kept.captured.inputs, *(v for _, v in kept.step.tangents))
+    ]
+    pool, outside = trial.pool_bytes(kept.step), torch.cuda.memory_stats(CUDA)["requested_bytes.all.peak"] - elsewhere
+    return {
+        **found,
+        "steps": steps,
+        "segments": len(kept.step.segments),
+        "predicted": pool,
+        "all predicted": wrapped.record.peak_bytes + pool + sum(copies),
+        "all": found["pool"] + outside,
+        "said": [message for message in said if "CUDA graphs" in message],
+    }
+
+
+def graphs_without_memory(name: str) -> dict[str, Any]:
+    """What is free for graphs; and steps where the plan, or in the capture the device, has no room for them."""
+    narrow, args, running = planned(name, cuda_graphs=None)
+    said = messages(logging.INFO)
+    with trials_won():
+        usual = [counted(partial(step, running, args)) for _ in range(5)]
+        wrapped, args, running = planned(name, memory_budget="300%", cuda_graphs=None)
+        steps = [counted(partial(step, running, args)) for _ in range(WARM_UP)]
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(CUDA)
+        recorder, held = CudaRecorder(CUDA), torch.cuda.memory_reserved(CUDA)
+        free = [recorder.free_bytes(0), recorder.free_bytes(2**30)]
+        torch.cuda.set_per_process_memory_fraction(0.5, CUDA)
+        free.append(recorder.free_bytes(0))
+        record = CudaRecorder.record
+
+        def without_memory(recorder: CudaRecorder, function: Callable[[], Any]) -> Any:
+            torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved(CUDA) / (80 * 2**30), CUDA)
+            try:
+                return record(recorder, function)
+            finally:
+                torch.cuda.set_per_process_memory_fraction(1.0, CUDA)
+
+        with mock.patch.object(CudaRecorder, "record", without_memory):
+            steps += [counted(partial(step, running, args)) for _ in range(3)]
+    running.zero_grad()
+    gc.collect()
+    torch.cuda.empty_cache()
+    return {
+        "usual": usual,
+        "steps": steps,
+        "captures": [each._graphs.captures for each in (narrow, wrapped)],
+        "free": free,
+        "held": [held, torch.cuda.memory_reserved(CUDA)],
+        "said": [message for message in said if "CUDA graphs" in message],
+    }
+
+
 def capture_fails(name: str) -> dict[str, Any]:
     """A step in whose capture an operator waits for the GPU: the run goes on, and random numbers are drawn."""
-    wrapped, args, running = planned(name)
+    _, args, running = planned(name, cuda_graphs=True)
     calls, of_segment = [], _Parts.of_segment
 
     def waiting(parts: Any, number: int) -> Callable[[], Any]:
@@ -514,7 +613,6 @@ def capture_fails(name: str) -> dict[str, Any]:
         return run
 
     _Parts.of_segment = waiting  # type: ignore[method-assign]
-    monet_like.cuda_graphs(wrapped)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         steps = [counted(partial(step, running, args)) for _ in range(5)]
@@ -558,12 +656,13 @@ def copies(name: str) -> dict[str, Any]:
     return {}
 
 
-def warnings_said() -> list[str]:
-    """What is logged as a warning from now on."""
+def messages(level: int = logging.WARNING) -> list[str]:
+    """What is logged from now on."""
     said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
+    handler, log = logging.Handler(level), logging.getLogger("monet_like")
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("monet_like").addHandler(handler)
+    log.addHandler(handler)
+    log.setLevel(level)
     return said
 
 
@@ -582,7 +681,7 @@ def out_of_memory_in_blocks(name: str) -> dict[str, Any]:
 
     A thread of autograd may release what the backward had after the memory is taken: a forward or two then find room.
     """
-    said, held = warnings_said(), []
+    said, held = messages(), []
     offloaded.ROOM = 0.0  # so that the first block's backward is where most is needed
     model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)) for _ in range(3)))
     x = torch.randn(2**14, 256, device=CUDA)
@@ -606,7 +705,7 @@ def out_of_memory_in_blocks(name: str) -> dict[str, Any]:
 
 def out_of_memory(name: str) -> dict[str, Any]:
     """What is said when memory ends after a step, in a forward, and while operators are measured."""
-    said = warnings_said()
+    said = messages()
     wrapped, args, running = planned(name)
     step(running, args)
     held = [torch.empty(2**28, dtype=torch.uint8, device=CUDA) for _ in range(2)]  # of the loop
@@ -776,7 +875,7 @@ WHAT = {
         placed_loss, timed, by_rates, attention, saved, copies, live, out_of_memory, out_of_memory_in_blocks, card,
         moved, several_devices, cublas, streamed.races, streamed.two_streams, streamed.weights, streamed.larger,
         streamed.no_room, streamed.replicated, streamed.offloaded, streamed.offloading_blocks, convolutions.cudnn_calls,
-        offloads, graphed, capture_fails, compiled, blocks,
+        offloads, graphed, graphs_tried, graphs_without_memory, capture_fails, compiled, blocks,
     )
 }  # fmt: skip
 

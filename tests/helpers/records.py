@@ -39,4 +39,5 @@ RECORD = ScheduleRecord(
     counts={"kept": 12, "variant conv.im2col": 3},
     run_bytes=(2**32, 2**33 + 1, 2**31, 5, 6, 7, 8, 9, 10, 11, 12),
     offloaded=(3, 7),
+    device_seconds=1.125,
 )

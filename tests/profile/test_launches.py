@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -58,6 +59,7 @@ def test_a_record_tells_the_time_by_two_clocks_on_a_gpu_alone(asked: Asked) -> N
     record = make_record(request, there, found, ready.plain.peak_bytes)
     captured = ready.captured
     assert captured.program.residents == 9  # two convolutions' and one norm's: weights, biases, and three buffers
+    assert (record.device_seconds, own.device_seconds) == (found.report.seconds, 0.0)
     launches = Launches(1.3e-3 + 9 * 4.2e-6, 2.8e-6)
     assert record.seconds == simulate(captured.program, found.schedule, ready.costs, launches=launches).seconds
     nodes = captured.autograd_nodes
@@ -66,7 +68,8 @@ def test_a_record_tells_the_time_by_two_clocks_on_a_gpu_alone(asked: Asked) -> N
     assert record.seconds >= found.report.seconds + 1.3e-3 and record.plain_seconds > ready.plain.seconds
     assert record.bound_seconds == found.bound_seconds + launches.start_seconds
     assert record.gap == pytest.approx((record.seconds - record.bound_seconds) / record.seconds)
-    times = {"seconds": 0.0, "plain_seconds": 0.0, "bound_seconds": 0.0, "gap": 0.0, "device": ""}
+    own_names = ("seconds", "plain_seconds", "bound_seconds", "gap", "device_seconds")
+    times: dict[str, Any] = dict.fromkeys(own_names, 0.0) | {"device": ""}
     assert replace(record, **times) == replace(own, **times)
 
 

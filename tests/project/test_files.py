@@ -243,6 +243,7 @@ OPTIONAL = {
     "attention",
     "run_bytes",
     "offloaded",
+    "device_seconds",
 }  # the first is three; without the others files are from before
 FIELDS = ("forward", "again", "ways", "inputs", *(f.name for f in fields(ScheduleRecord) if f.name not in OPTIONAL))
 
@@ -272,6 +273,7 @@ def test_a_missing_field(tmp_path: Path, name: str) -> None:
         ("budget_bytes", 1e10),
         ("cublas_bytes", -1),
         ("run_bytes", [1.5]),
+        ("device_seconds", "1"),
         ("seconds", True),
         ("gap", "1"),
         ("ablation", 1),

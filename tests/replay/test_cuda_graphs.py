@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import pickle
 from collections.abc import Callable, Iterator
@@ -56,19 +57,21 @@ def planned(with_gradient: bool = False) -> tuple[Net, ScheduleRecord, Captured]
     example = (images(model).requires_grad_(with_gradient),), {}
     request = Request(model, example, "inplace_multiway_newnode", strategy="heuristic")
     found = Job(request, CPU, Given(DEVICES["cpu"])).plan("90%")
-    return model, found.record, found.ready.captured
+    record = dataclasses.replace(found.record, budget_bytes=2**30)  # which has room for graphs, too
+    return model, record, found.ready.captured
 
 
-def pair(with_gradient: bool = False) -> tuple[Net, ScheduleWrapper, ModelGraphs]:
+def pair(with_gradient: bool = False, *, always: bool = True) -> tuple[Net, ScheduleWrapper, ModelGraphs]:
     """A plain model, and the same with a schedule whose steps are replayed as graphs.
 
     Args:
         with_gradient: of the input.
+        always: without a trial.
     """
     model, record, captured = planned(with_gradient)
     example = (images(model).requires_grad_(with_gradient),), {}
     wrapped = ScheduleWrapper(copy.deepcopy(model), record, example=example, captured=captured)
-    wrapped._graphs = twin_graphs(TwinRecorder())
+    wrapped._graphs = twin_graphs(TwinRecorder(), always=always)
     return copy.deepcopy(model), wrapped, wrapped._graphs
 
 
@@ -207,9 +210,10 @@ TRAINERS = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("always", [True, False], ids=["always", "where_faster"])
 @pytest.mark.parametrize("trainer", TRAINERS, ids=lambda trainer: trainer.__name__)
-def test_whatever_the_trainer_does(trainer: Callable[[nn.Module], Iterator[torch.Tensor]]) -> None:
-    plain, graphed, graphs = pair(trainer is gradients_of_inputs)
+def test_whatever_the_trainer_does(trainer: Callable[[nn.Module], Iterator[torch.Tensor]], always: bool) -> None:
+    plain, graphed, graphs = pair(trainer is gradients_of_inputs, always=always)
     wanted, found = [*trainer(plain)], [*trainer(graphed)]
     assert len(wanted) == len(found) > 0
     for number, (mine, theirs) in enumerate(zip(wanted, found, strict=True)):
@@ -431,21 +435,31 @@ def test_copies_lie_as_their_originals() -> None:
         assert (one == other) is shared
 
 
-def test_copies_and_pickles_of_a_model_have_no_graphs() -> None:
-    _, graphed, _ = pair()
+def test_copies_and_pickles_of_a_model_begin_without_graphs() -> None:
+    _, graphed, graphs = pair()
     assert [*accumulated(graphed)]
+    assert graphs.captures == 1
     for other in (copy.deepcopy(graphed), pickle.loads(pickle.dumps(graphed))):
-        assert other._graphs is None
+        assert other._graphs is not graphs
+        assert (other._graphs.always, other._graphs.captures) == (True, 0)
+
+
+def test_who_asks_for_graphs_on_a_cpu_is_warned_once(recwarn: pytest.WarningsRecorder) -> None:
+    model, record, captured = planned()
+    wrapped = ScheduleWrapper(copy.deepcopy(model), record, captured=captured, cuda_graphs=True)
+    for number in range(STEPS):
+        loss_of(called(wrapped, number)).backward()
+    assert [str(one.message).partition(": ")[2] for one in recwarn] == ["there are none on cpu"]
 
 
 def test_what_has_no_graphs_is_refused() -> None:
-    with pytest.raises(UsageError, match="cuda_graphs was given a Net; it takes a ScheduleWrapper"):
-        monet_like.cuda_graphs(Net())
     _, graphed, _ = pair()
-    with pytest.raises(UsageError, match="cuda_graphs was given a model on cpu; move it to a CUDA device before"):
-        monet_like.cuda_graphs(graphed)
-    with pytest.raises(UsageError, match="place_memory was given a model after cuda_graphs"):
+    with pytest.raises(UsageError, match="place_memory was given a model with cuda_graphs=True"):
         monet_like.place_memory(graphed)
+    with pytest.raises(UsageError, match="cuda_graphs=True is for a schedule of the whole model"):
+        monet_like.auto_schedule(nn.Sequential(Net()), memory_budget="80%", blocks=["0"], cuda_graphs=True)
+    with pytest.raises(UsageError, match="cuda_graphs 'yes' must be True, False or None"):
+        monet_like.auto_schedule(Net(), cuda_graphs="yes")  # type: ignore[arg-type]
     blocks = monet_like.auto_schedule(nn.Sequential(Net()), memory_budget="80%", blocks=["0"])
-    with pytest.raises(UsageError, match="it takes a ScheduleWrapper, or a model of auto_schedule without blocks"):
-        monet_like.cuda_graphs(next(m for m in blocks.modules() if isinstance(m, ScheduleWrapper)))
+    assert [m._graphs for m in blocks.modules() if isinstance(m, ScheduleWrapper)] == [None]
+    assert monet_like.auto_schedule(Net(), cuda_graphs=False)._graphs is None

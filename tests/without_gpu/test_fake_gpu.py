@@ -16,7 +16,7 @@ from benchmarks.rows import read_rows
 from monet_like.build import library_path
 from monet_like.ir.units import GIB, format_bytes
 from monet_like.profile.cublas import are_kept, default_bytes, workspace_bytes
-from monet_like.replay.graphs.model import WARM_UP
+from monet_like.replay.graphs.model import MOST_CAPTURES, WARM_UP
 from monet_like.torch_versions import release
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -173,6 +173,45 @@ def test_a_step_is_replayed_by_a_graph_for_each_segment(ask: Ask) -> None:
     assert [step["graph_launches"] for step in failed["steps"]] == [0] * 5
     assert [step["forbidden"] for step in failed["steps"]] == [0, 0, 1, 0, 0]
     assert {step["launches"] for step in failed["steps"][3:]} == {failed["steps"][0]["launches"]}
+
+
+def assert_tried(found: dict[str, Any]) -> None:
+    """The pool, and all that the step with the trial has, are at most as large as is asked for; of the device is taken
+    what is said.
+    """
+    assert 0.5 * found["predicted"] < found["pool"] <= found["predicted"], found
+    assert found["predicted"] < found["all"] <= found["all predicted"], found
+    assert found["reserved"] == found["taken"] >= found["pool"]
+    count = found["segments"] + 1
+    assert [step["graph_launches"] for step in found["steps"]] == [0, 0, 17 * count, count, count], found
+    assert [step["forbidden"] for step in found["steps"]] == [0] * 5
+    (said,) = found["said"]
+    assert said.endswith(f"20.0 ms with them, 40.0 ms without; they hold {format_bytes(found['reserved'])}"), said
+
+
+def test_graphs_that_nobody_has_asked_for_take_what_is_said(ask: Ask) -> None:
+    """Where the plan has no room nothing is tried; where the device has none, what the capture has taken is free."""
+    tried, without = ask("graphs_tried:decoder", "graphs_without_memory:decoder", **SMALL_WORKSPACES)
+    assert_tried(tried)
+    assert without["captures"] == [0, MOST_CAPTURES]  # no more after one that fails
+    assert [step["graph_launches"] for step in (*without["usual"], *without["steps"])] == [0] * 10
+    first, second, *after, last = (step["launches"] for step in without["steps"])
+    assert len({step["launches"] for step in without["usual"]}) == 1
+    assert first == second == last < after[0] and after[1:] == [last]  # and one with the trial
+    held, after = without["held"]
+    assert after <= held
+    all_free, beside, half = without["free"]
+    assert (all_free - beside, all_free - half) == (GIB, 40 * GIB)
+    narrow, failed = without["said"]
+    assert "they need" in narrow and "the budget has" in narrow
+    assert "OutOfMemoryError: CUDA out of memory" in failed
+
+
+@pytest.mark.slow
+def test_other_graphs_that_nobody_has_asked_for_take_what_is_said(ask: Ask) -> None:
+    names = ("vit with dropout", "unet bfloat16", "resnet18")
+    for found in ask(*(f"graphs_tried:{name}" for name in names), **SMALL_WORKSPACES):
+        assert_tried(found)
 
 
 @pytest.mark.slow

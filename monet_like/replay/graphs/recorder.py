@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
 
+from ...profile.card_budget import obtainable_bytes
 from .copies import Tensors
 
 #: Does once more what was recorded; returns its results, which lie at the same places every time.
@@ -19,9 +21,11 @@ class Recorder(Protocol):
 
     Attributes:
         alignment_bytes: kernels may be chosen by whether an address is a multiple of so much, at most.
+        pool_bytes: what was taken of the device for what is recorded.
     """
 
     alignment_bytes: int
+    pool_bytes: int
 
     def stream(self) -> object | None:
         """On which stream work is done now; None: a replay cannot be part of it."""
@@ -36,6 +40,17 @@ class Recorder(Protocol):
         have freed they may overwrite.
         """
 
+    def seconds(self) -> float:
+        """A clock, read when all work is done."""
+
+    def free_bytes(self, beside: int) -> int:
+        """What the device can still give.
+
+        Args:
+            beside: bytes that this process will have beside those it has now; or what it had at most so far, if that
+                is more.
+        """
+
 
 class CudaRecorder:
     """CUDA graphs of one device; their tensors lie in a pool of their own, which is freed with the last of them."""
@@ -45,7 +60,7 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool, self.pool_bytes = torch.cuda.graph_pool_handle(), 0
 
     def stream(self) -> object | None:
         """The current stream; None while it is being captured by somebody else."""
@@ -61,10 +76,11 @@ class CudaRecorder:
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()  # the pool cannot use what other tensors have left
         torch._C._cuda_clearCublasWorkspaces()
-        stream = torch.cuda.Stream(self._device)
+        stream, before = torch.cuda.Stream(self._device), torch.cuda.memory_reserved(self._device)
         try:
             with torch.cuda.stream(stream):
                 yield
+            self.pool_bytes = torch.cuda.memory_reserved(self._device) - before
         except BaseException:
             _have_generators_left_capture(stream)
             raise
@@ -94,6 +110,16 @@ class CudaRecorder:
             return results
 
         return replay
+
+    def seconds(self) -> float:
+        """Of the host."""
+        torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def free_bytes(self, beside: int) -> int:
+        """Of the device's free memory and what the allocator has."""
+        most = max(torch.cuda.memory_allocated(self._device) + beside, torch.cuda.max_memory_allocated(self._device))
+        return obtainable_bytes(self._device) - most
 
 
 def _not_owning(found: Tensors) -> Tensors:

@@ -8,6 +8,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from ...capture.captured import Captured
+from ...ir.schedule_file import ScheduleRecord
 from ...ops.memory_layout import is_dense
 from ...runtime.codegen import Block
 from ..branches import written_residents
@@ -40,6 +41,7 @@ class Step(Protocol):
     written: tuple[int, ...]
     may_end: bool
     compiled: Any
+    record: ScheduleRecord | None
 
 
 def kernel_settings() -> tuple[Any, ...]:

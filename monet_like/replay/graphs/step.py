@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,13 +22,16 @@ from ..segments import Segment
 from .copies import CopiesOut, Tensors, copy_in
 from .recorder import Recorder
 from .refusals import DRAWS, Step, kernel_settings
+from .trial import Run, Trial
 
 
 class StepGraphs:
     """The graphs of a step, recorded for the parameters and buffers of a call, and for its stream.
 
     Args:
-        residents: the call's parameters, buffers and inputs. What recording changes of them is undone.
+        residents: the call's parameters, buffers and inputs. What recording changes of them is undone, and what is
+            drawn.
+        trial: compares the graphs with the step without; None: they are not compared.
 
     Attributes:
         inputs, tangents: where the graphs read inputs and incoming gradients.
@@ -36,10 +41,14 @@ class StepGraphs:
         stream: on which the graphs are replayed.
 
     Raises:
+        Unused: the trial is lost.
+        UsageError: results cannot be copied as they lie.
         Exception: an operator cannot be recorded.
     """
 
-    def __init__(self, step: Step, recorder: Recorder, residents: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, step: Step, recorder: Recorder, residents: Sequence[torch.Tensor], trial: Trial | None = None
+    ) -> None:
         metas = step.captured.metas
         self.step, self.recorder, self.stream = step, recorder, recorder.stream()
         self.first_input = len(residents) - len(step.captured.inputs)
@@ -54,11 +63,22 @@ class StepGraphs:
         with torch.no_grad(), torch._C._DisableAutocast():
             copy_in(self.inputs, residents[self.first_input :])
             lying = [*map(torch.Tensor.detach, residents[: self.first_input]), *self.inputs]
-            parts = _Parts(step, lying, self.tangents)
-            self.changes = self._rehearse(parts, residents)
-            with recorder.session():
-                self.forward = recorder.record(parts.forward)
-                self.segments = [recorder.record(parts.of_segment(number)) for number in range(len(step.segments))]
+            parts, gradients = _Parts(step, lying, self.tangents), _incoming(self.tangents)
+            ordinary, replayed = partial(parts.run, gradients), partial(self._replayed, residents, gradients)
+            with self._undone(parts, residents) as undo:
+                expected = self._rehearse(ordinary, residents, keep=trial is not None)
+                undo()
+                if trial is not None:
+                    trial.before(expected, ordinary)
+                    expected.clear()  # the trial lets go of it in turn
+                    undo()
+                with recorder.session():
+                    self.forward = recorder.record(parts.forward)
+                    self.segments = [recorder.record(parts.of_segment(number)) for number in range(len(step.segments))]
+                if trial is not None:
+                    trial.compare(chain(replayed(), self._changed(residents)))
+                    undo()
+                    trial.after(replayed)
 
     def outdated(self, residents: Sequence[torch.Tensor]) -> str:
         """Why a call cannot be replayed by these graphs nor a later one; "" if it may be."""
@@ -67,47 +87,78 @@ class StepGraphs:
         return "settings of PyTorch for kernels have changed" if kernel_settings() != self._settings else ""
 
     def serve(self, given: Sequence[torch.Tensor]) -> bool:
-        """Whether they can be replayed now, and inputs or incoming gradients are to kernels as their copies are.
+        """Whether they can be replayed now, on their stream; see `may_serve`."""
+        return self.recorder.stream() == self.stream and may_serve(self.recorder, given)
 
-        Not while somebody sees each operator (``TorchDispatchMode``), or each saved tensor.
-        """
-        return (
-            self.recorder.stream() == self.stream
-            and not torch._C._len_torch_dispatch_stack()
-            and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-            and all(tensor.data_ptr() % self.recorder.alignment_bytes == 0 for tensor in given)
-        )
-
-    def _rehearse(self, parts: _Parts, residents: Sequence[torch.Tensor]) -> dict[int, int]:
-        """Run the step once in this thread, without a trace: what libraries make in their first call, or what cuDNN
-        keeps for each thread, cannot be made in a capture. The incoming gradients are zeros.
-
-        Returns:
-            By position of a resident, how many changes in place its version counts.
-
-        Raises:
-            UsageError: results cannot be copied as they lie.
-        """
+    @contextmanager
+    def _undone(self, parts: _Parts, residents: Sequence[torch.Tensor]) -> Iterator[Callable[[], None]]:
+        """Undo at the end what was computed; gives a function that does so before the end."""
         contents = Contents()
         for generator in default_generators(self.step.captured.device):
             contents.keep_generator(generator)
         for position in self.step.written:
             contents.keep(residents[position])
-        before = {position: residents[position]._version for position in self.step.written}
-        try:
-            _check(parts.forward()[: len(self.step.captured.outputs)])
-            for number in range(len(self.step.segments)):
-                _check(parts.of_segment(number)())
-            return {p: n for p, version in before.items() if (n := residents[p]._version - version)}
-        finally:
+
+        def undo() -> None:
             parts.end()
             contents.restore()
+
+        try:
+            yield undo
+        finally:
+            undo()
+
+    def _rehearse(self, ordinary: Run, residents: Sequence[torch.Tensor], *, keep: bool) -> list[Tensors]:
+        """Run the step once in this thread, without a trace: what libraries make in their first call, or what cuDNN
+        keeps for each thread, cannot be made in a capture. By it is known which changes in place versions count.
+
+        Returns:
+            If they are to be kept, the results, the gradients of each segment and what `_changed` yields.
+        """
+        before = {position: residents[position]._version for position in self.step.written}
+        kept: list[Tensors] = []
+        for found in ordinary():
+            _check(found)
+            kept += [found] if keep else []
+        self.changes = {p: n for p, version in before.items() if (n := residents[p]._version - version)}
+        return [*kept, *self._changed(residents)] if keep else []
+
+    def _changed(self, residents: Sequence[torch.Tensor]) -> Iterator[Tensors]:
+        """Copies of what a step changes in place, and the states of the generators."""
+        yield [residents[position].detach().clone() for position in self.step.written]
+        yield [generator.get_state() for generator in default_generators(self.step.captured.device)]
+
+    def _replayed(self, residents: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> Iterator[Tensors]:
+        """Replay a step as a call does: its results, and the gradients of one segment after the other."""
+        call = GraphedCall(self)
+        outputs, saved = call.forward(residents)
+        yield [*outputs]
+        yield from call.backward(call.filled(saved), gradients)
 
     def out(self, number: int, found: Tensors) -> Tensors:
         """Copies of what a graph has made, by its number: the forward's results are 0."""
         if number not in self._copies:
             self._copies[number] = CopiesOut(found, shared=number == 0)
         return self._copies[number]()
+
+
+def may_serve(recorder: Recorder, given: Sequence[torch.Tensor]) -> bool:
+    """Whether graphs can serve a call now, and inputs or incoming gradients are to kernels as their copies are.
+
+    Not while somebody sees each operator (``TorchDispatchMode``), or each saved tensor.
+    """
+    return (
+        recorder.stream() is not None
+        and not torch._C._len_torch_dispatch_stack()
+        and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        and all(tensor.data_ptr() % recorder.alignment_bytes == 0 for tensor in given)
+    )
+
+
+def _incoming(places: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Incoming gradients of a step that is not part of the training, as large as places; nothing is drawn for them."""
+    numbers = (torch.linspace(-1.0, 1.0, place.numel(), device=place.device) for place in places)
+    return [torch.empty_like(place).copy_(some.view(place.shape)) for place, some in zip(places, numbers, strict=True)]
 
 
 def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -137,6 +188,7 @@ class _Parts:
         # No graph reads the generator's state on the host, and these steps never put it back (`refusal`).
         functions: dict[str, Callable[..., Any]] = {DRAWS: lambda device: None}
         self._lying, self._tangents = lying, tangents
+        self._count, self._segments = len(step.captured.outputs), len(step.segments)
         self._forward = compile_block(step.blocks[0], "forward", functions)
         self._backward = compile_chain(step.blocks[1:], "backward", functions)
         residents = set(step.residents)
@@ -147,6 +199,17 @@ class _Parts:
         """Hold nothing of a run."""
         self._saved: list[Any] = []
         self._chain: Iterator[list[Any]] = iter(())
+
+    def run(self, gradients: Sequence[torch.Tensor]) -> Iterator[Tensors]:
+        """Run a whole step: its results, and the gradients of one segment after the other.
+
+        Args:
+            gradients: the incoming ones.
+        """
+        copy_in(self._tangents, gradients)
+        yield self.forward()[: self._count]
+        for number in range(self._segments):
+            yield self.of_segment(number)()
 
     def forward(self) -> Tensors:
         """The results, and the saved values that it makes."""

@@ -64,16 +64,17 @@ def place_memory(model: nn.Module) -> None:
         model: a `ScheduleWrapper`, or what `monet_like.auto_schedule` returns without ``blocks``; on a CPU or a GPU.
 
     Raises:
-        UsageError: another model, one with CUDA graphs, or the library is not compiled.
+        UsageError: another model, one with ``cuda_graphs=True``, or the library is not compiled.
     """
     if not isinstance(model, ScheduleWrapper) or not model.plans_its_memory:
         raise UsageError(
             f"place_memory was given a {type(model).__name__}; it takes a ScheduleWrapper, or a model of auto_schedule "
             "without blocks"
         )
-    if model._graphs is not None:
-        raise UsageError("place_memory was given a model after cuda_graphs, which has a place for each tensor anyway")
+    if model._graphs is not None and model._graphs.always:
+        raise UsageError("place_memory was given a model with cuda_graphs=True, whose tensors have places anyway")
     device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     arena_library(device.type)
+    model._graphs = None
     if model._arena is None:
         model._arena = Arena()
