@@ -425,6 +425,12 @@ def test_no_memory_is_placed_for_parts() -> None:
         monet_like.place_memory(mine)
 
 
+def test_parts_have_no_graphs_and_who_asks_for_them_is_warned() -> None:
+    mine = monet_like.auto_schedule(Between(selected), cuda_graphs=True, **QUICK)
+    with pytest.warns(UserWarning, match="Between has no CUDA graphs: its parts have schedules of their own"):
+        trained(mine, [rows()])
+
+
 @pytest.mark.slow
 def test_rules_mean_the_same_for_parts() -> None:
     plain = Between(selected)
