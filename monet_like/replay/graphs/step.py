@@ -77,7 +77,6 @@ class StepGraphs:
                     self.segments = [recorder.record(parts.of_segment(number)) for number in range(len(step.segments))]
                 if trial is not None:
                     trial.compare(chain(replayed(), self._changed(residents)))
-                    undo()
                     trial.after(replayed)
 
     def outdated(self, residents: Sequence[torch.Tensor]) -> str:
