@@ -78,7 +78,8 @@ def check_collective(node: fx.Node) -> None:
         )
     if target.namespace == "_c10d_functional" and not all(map(is_wait, _readers(node))):
         raise UsageError(
-            f"{node.name} is a collective whose result is read before it has arrived; compile_options cannot plan that"
+            f"{node.name} is a collective whose result is read otherwise than by a wait for this result alone, which "
+            "compile_options cannot plan"
         )
 
 

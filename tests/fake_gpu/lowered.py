@@ -34,6 +34,7 @@ from torch._inductor.graph import GraphLowering
 from torch.distributed._functional_collectives import all_reduce
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from monet_like.capture.captured import allocated_bytes
 from monet_like.export.graph_plans import plan_model
 from monet_like.inductor import choice, prices, rehearsal, trial
 from monet_like.inductor.emission import Run
@@ -173,8 +174,9 @@ def step_bytes(model: Any, args: tuple[Any, ...]) -> tuple[int, int]:
             leaf.grad = None
 
     forget()
-    tensors = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*model.parameters(),
-        *model.buffers(), *(a for a in args if isinstance(a, torch.Tensor)))}  # fmt: skip
+    given = [*model.parameters(), *model.buffers(), *(a for a in args if isinstance(a, torch.Tensor))]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in given}
+    resident = sum(allocated_bytes(count, torch.device("cuda")) for count in storages.values())
     _Loss.apply(_first(model(*args))).backward()
     forget()
     before = torch.cuda.memory_allocated()
@@ -183,7 +185,7 @@ def step_bytes(model: Any, args: tuple[Any, ...]) -> tuple[int, int]:
     loss = _Loss.apply(result)
     saved = torch.cuda.memory_allocated() - before - result.nbytes - 512
     loss.backward()
-    peak = torch.cuda.max_memory_allocated() - before + sum(tensors.values()) - 1024  # the loss and its gradient
+    peak = torch.cuda.max_memory_allocated() - before + resident - 1024  # the loss and its gradient
     forget()
     return peak, saved
 

@@ -27,6 +27,8 @@ from monet_like.export.graph_plans import _run_as_it_is
 from monet_like.inductor.collectives import communicates
 from monet_like.inductor.planned_graph import PlannedGraph
 from monet_like.inductor.portfolio import own_partitions
+from monet_like.inductor.rehearsal import RELEASES_GRADIENTS
+from monet_like.torch_versions import release
 
 WIDTH, HEADS = 64, 4
 choice = Later("monet_like.inductor.choice")
@@ -181,9 +183,13 @@ class Between(nn.Module):
 @pytest.mark.parametrize("kind", OPERATIONS)
 def test_a_collective_takes_the_bytes_that_its_plan_counts(kind: str) -> None:
     """Inductor makes a sum in the memory of what is summed. The plan says so too, but not of several sums at once."""
+    if kind == "several" and hasattr(torch.ops._c10d_functional, "wait_tensors"):
+        pytest.skip("this PyTorch waits for all results at once, which is refused")
     found, graph = peaks(Between(kind), (torch.randn(128, 16),), "100%", False)
     product = 4 * 128 * 512
-    assert graph.peak_bytes - found == (product if kind == "several" else 0)
+    # An old PyTorch keeps the incoming gradient, as large as the result, until the backward ends.
+    kept = 0 if release() >= RELEASES_GRADIENTS else graph.program.values[graph.program.tangents[0]].bytes
+    assert graph.peak_bytes + kept - found == (product if kind == "several" else 0)
 
 
 @pytest.mark.usefixtures("alone")
@@ -266,9 +272,13 @@ def _received(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("operation", "reason"),
     [
-        (_received, "with one other process"),
+        pytest.param(
+            _received,
+            "with one other process",
+            marks=pytest.mark.skipif(not hasattr(torch.ops._c10d_functional, "irecv"), reason="an old PyTorch"),
+        ),
         (lambda x: torch.ops._c10d_functional.wait_tensor(x.detach()), "began outside of this graph"),
-        (lambda x: torch.ops._c10d_functional.all_reduce(x.detach(), "sum", "0"), "before it has arrived"),
+        (lambda x: torch.ops._c10d_functional.all_reduce(x.detach(), "sum", "0"), "a wait for this result alone"),
     ],
 )
 def test_communication_that_no_plan_can_express_is_refused(
