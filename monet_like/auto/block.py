@@ -29,7 +29,7 @@ from ..replay.stand_in import SignedAsModel
 from ..replay.stepping import NewInput
 from ..replay.training_step import CompiledStep
 from ..replay.wrapper import ScheduleWrapper
-from ..runtime.offloaded_calls import Keeping, OffloadedCalls
+from ..runtime.offloaded_calls import Keeping
 from .promise import BlockPlan
 from .rehearsal.counted import Changed
 from .rehearsal.stand_ins import Rehearsal
@@ -98,7 +98,6 @@ class BlockSchedule(ScheduleWrapper):
         self._block_records: list[ScheduleRecord] = []  # of such calls
         self._block_number, self._block_planned, self._block_sharded = 0, False, False
         self._block_changed = Changed()
-        self._offloads: OffloadedCalls | None = None  # of the whole model
         self._rehearsal: Rehearsal | None = None
         self._block_plan: BlockPlan | None = None  # of the whole model, for people
         self._block_settings: Any = None  # with which the whole model is planned
@@ -333,17 +332,18 @@ class BlockSchedule(ScheduleWrapper):
         for name, value in (state or fresh).items():
             setattr(self, name, value)
 
-    def why_not_compiled(self, captured: Captured, record: ScheduleRecord | None = None) -> str:
+    def why_not_compiled(self, captured: Captured) -> str:
         """As of a whole model; nor where a copy is kept of what the backward reads."""
         if self._block_changed.values(captured):
             return "the rest of the model changes in place what it reads in its backward"
-        return super().why_not_compiled(captured, record)
+        return super().why_not_compiled(captured)
 
-    def _graph_settings(self, record: ScheduleRecord) -> GraphSettings:
-        settings, plan = super()._graph_settings(record), self._block_plan
+    def _graph_settings(self, record: ScheduleRecord, captured: Captured) -> GraphSettings:
+        settings, plan = super()._graph_settings(record, captured), self._block_plan
         if plan is None or self._block_share is None:
             return settings
-        return replace(settings, limits=self._block_share.limits(max(0, plan.budget_bytes - plan.peak_bytes)))
+        room = max(0, plan.budget_bytes - plan.peak_bytes)
+        return replace(settings, limits=self._block_share.limits(room, captured))
 
     def _made(
         self, record: ScheduleRecord, captured: Captured, settings: GraphSettings | None, args: tuple[Any, ...],

@@ -88,7 +88,6 @@ def _planned_with(
     """`plan_blocks` with what counts the memory of the step; and how the plan came to be, in words."""
     sharing = settings.sharing
     first = memory.rehearsed(None)
-    offloads = offloads and settings.backend == "eager"  # what Inductor saves stays on the device
     memory.host_bytes = room_on_host(of, first.step, settings) if offloads else 0
     lone = lone_in_all(memory, settings) if memory.host_bytes else {}
     kinds = all_do(lambda: kinds_of(of, first, lone), sharing)
@@ -219,7 +218,9 @@ class _Planner:
                 continue
             name = type(block._model).__name__
             self.progress.at("plan", f"{name} in Inductor", len(self.compiled), len(self.menus))
-            points = compiled_menu(block, call, self.found[kind.program], kind.held, self.menus[kind])
+            points = compiled_menu(
+                block, call, self.found[kind.program], kind.held, self.menus[kind], self.lone[kind], self.link
+            )
             if points:
                 self.compiled[kind], self.menus[kind] = self.menus[kind], points
         self.deadline = Deadline(self.deadline.ends + time.monotonic() - started)

@@ -33,6 +33,7 @@ from .block_menus import (
     record_of,
     schedules_of,
 )
+from .offloaded import lone_looks
 from .planning import Settings
 from .rehearsal.counted import Changed
 
@@ -64,20 +65,21 @@ class Share:
         held = tuple(place for place, value in enumerate(_ends(captured)) if value in kind.held)
         moved = {v for v, _ in kind.lone} - {*point.shared, *kind.changed}
         lone = tuple(place for place, value in enumerate(captured.inputs) if value in moved)
-        return Share(*_needed(point, captured.program), held, lone, Changed.of(kind.changed, captured))
+        return Share(*needed_bytes(point, captured.program), held, lone, Changed.of(kind.changed, captured))
 
-    def limits(self, room: int) -> Limits:
-        """Those of Inductor's graph of the block; ``room``: what the whole step leaves to the block that runs."""
+    def limits(self, room: int, captured: Captured) -> Limits:
+        """Those of Inductor's graph of a call; ``room``: what the whole step leaves to the block that runs."""
         backward = min(self.backward_bytes, self.adding_bytes)  # it returns all gradients together
-        return Limits(self.carried_bytes, self.forward_bytes + room, backward + room)
+        lone = lone_looks(captured, self.lone_in(captured))
+        return Limits(self.carried_bytes, self.forward_bytes + room, backward + room, self.offloaded_bytes, lone)
 
     def excess(self, point: Point, program: Program) -> tuple[int, str, int, int]:
         """By how many bytes another call of the block by this point needs more at most, where, what it needs and what
         there is.
         """
-        needed = _needed(point, program)
+        needs = needed_bytes(point, program)
         there = self.carried_bytes, self.forward_bytes, self.backward_bytes, self.adding_bytes, self.offloaded_bytes
-        return max((need - has, where, need, has) for where, need, has in zip(_WHERE, needed, there, strict=True))
+        return max((need - has, where, need, has) for where, need, has in zip(_WHERE, needs, there, strict=True))
 
     def has_room(self, point: Point, program: Program) -> bool:
         """Whether another call of the block by this point needs no more."""
@@ -118,7 +120,7 @@ def _ends(captured: Captured) -> Iterator[int | None]:
         yield tangent
 
 
-def _needed(point: Point, program: Program) -> tuple[int, int, int, int, int]:
+def needed_bytes(point: Point, program: Program) -> tuple[int, int, int, int, int]:
     """What a point needs, as `Share` has it."""
     kept = sum(program.values[value].bytes for value in point.shared)
     return (

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 from ..capture.captured import Captured
 from ..capture.checks import is_sharded
@@ -12,19 +13,28 @@ from ..compiler.prepared import Prepared
 from ..inductor.compiled_call import NotCompiled, menu_for
 from ..inductor.planned_graph import PlannedGraph
 from ..inductor.planned_graph import Settings as GraphSettings
+from ..ir.program import Program
+from ..ir.schedule import Schedule
 from ..ir.step import Point
 from ..ir.units import Budget
+from ..plan.step.menus import with_copies
 from ..replay.checks.draws import draws_of
+from ..runtime.offloaded_calls import LEAST_BYTES
 from .block import BlockCall, BlockSchedule
+from .block_shares import needed_bytes
+from .offloaded import lone_looks, looks_of
 
 
 def compiled_menu(
-    block: BlockSchedule, call: BlockCall, ready: Prepared, held: Sequence[int], schedules: Sequence[Point]
-) -> tuple[Point, ...]:
-    """The points of a block's graphs in Inductor; none, where it cannot be compiled.
+    block: BlockSchedule, call: BlockCall, ready: Prepared, held: Sequence[int], schedules: Sequence[Point],
+    lone: Collection[int], link: float,
+) -> tuple[Point, ...]:  # fmt: skip
+    """The points of a block's graphs in Inductor, and if there is a link, those that offload; none, where it cannot be
+    compiled.
 
     Args:
         held: values that the rest of the model holds.
+        lone, link: see `monet_like.auto.block_menus.menus_of`.
         schedules: points of the block's own schedules. A block that turns out not to be compiled follows the one that
             is nearest to the point of its graph.
     """
@@ -38,33 +48,62 @@ def compiled_menu(
         )
     except NotCompiled:  # its first call says why
         return ()
-    return tuple(_point(graph, ready.captured, held, schedules) for graph in graphs)
+    points = [point for graph in graphs for point in _points(graph, ready.captured, held, lone, link)]
+    return tuple(_following(point, schedules, ready.captured.program) for point in points)
 
 
-def _point(graph: PlannedGraph, captured: Captured, held: Sequence[int], schedules: Sequence[Point]) -> Point:
+def _points(
+    graph: PlannedGraph, captured: Captured, held: Sequence[int], lone: Collection[int], link: float
+) -> Iterator[Point]:
+    """A graph with everything on the device; with the inputs that nobody else holds on the host, with what is copied in
+    hidden time, and with all.
+    """
+    point = _point(graph, captured, held)
+    yield point
+    if not link:
+        return
+    values, look = captured.program.values, looks_of(captured)
+    unlike = lone_looks(captured, lone)
+    inputs = [v for v in point.shared if look[v] in unlike and values[v].bytes >= LEAST_BYTES]
+    given = sum(values[v].bytes for v in inputs)
+    hidden = int(min(point.forward_seconds, point.seconds - point.forward_seconds) * link)
+    found: dict[tuple[int, ...], None] = {}
+    for most in (given, hidden, sum((given, *graph.movable))):
+        moved = inputs if given <= most else []
+        copies = graph.copies(most, [look[v] for v in moved])
+        if copies and copies not in found:
+            found[copies] = None
+            yield with_copies(point, captured.program, moved, copies, link)
+
+
+def _point(graph: PlannedGraph, captured: Captured, held: Sequence[int]) -> Point:
     needs, program = graph.needs, captured.program
     shared, size = _shared(graph, captured)
     # An incoming gradient that somebody else holds is not freed in the block's backward.
     kept_on = sum(program.values[v].bytes for v in program.tangents if v in held)
     carried, backward = needs.carried_bytes - size, needs.backward_bytes - size + kept_on
+    return Point(
+        Schedule((), (), ()), graph.seconds, carried, needs.forward_bytes, backward, backward, shared,
+        graph.forward_seconds,
+    )  # fmt: skip
 
-    def lacks(point: Point) -> tuple[int, float]:
-        over = (
-            point.carried_bytes - carried,
-            point.forward_peak_bytes - needs.forward_bytes,
-            point.backward_peak_bytes - backward,
-        )
-        return max(0, *over), point.seconds
+
+def _following(point: Point, schedules: Sequence[Point], program: Program) -> Point:
+    """The point of a graph with the schedule that is nearest to it."""
+
+    def lacks(other: Point) -> tuple[int, float]:
+        both = zip(needed_bytes(other, program), needed_bytes(point, program), strict=True)
+        return max(0, *(needs - has for needs, has in both)), other.seconds
 
     nearest = min(schedules, key=lacks)
-    return Point(nearest.schedule, graph.seconds, carried, needs.forward_bytes, backward, backward, shared)
+    return replace(point, schedule=nearest.schedule, offloaded=nearest.offloaded)
 
 
 def _shared(graph: PlannedGraph, captured: Captured) -> tuple[tuple[int, ...], int]:
     """The inputs of the block that a graph keeps, and their bytes. Of inputs that look alike it keeps all, or they
     count as carried: which they are cannot be told.
     """
-    looks = {v: f"{str(captured.metas[v].dtype)[6:]}{list(captured.metas[v].shape)}" for v in captured.inputs}
+    looks = looks_of(captured)
     there = Counter(looks.values())
     kept = Counter(graph.program.values[v].spec for v in graph.kept_inputs)
     shared = tuple(sorted(v for v, look in looks.items() if kept[look] == there[look]))

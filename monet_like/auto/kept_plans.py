@@ -33,7 +33,7 @@ from .planning import Settings
 from .promise import BlockPlan
 
 FORMAT = "monet_like plan"
-VERSION = 9
+VERSION = 10
 #: Said of a quick plan.
 REFINED = " (quickly; all is measured and refined at the next start, or now with effort='full')"
 #: Quick plans that this process has made: to call again is no new start.
@@ -252,7 +252,7 @@ def most_of_rest(step: Step) -> int:
 
 
 #: The number of a schedule, and `Point.costs`.
-_Point = tuple[int, float, int, int, int, int, tuple[int, ...], float, float, int, tuple[int, ...], int]
+_Point = tuple[int, float, int, int, int, int, tuple[int, ...], float, float, int, tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)

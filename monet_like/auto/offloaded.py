@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..capture.captured import Captured
+from ..capture.captured import Captured, look_of
 from ..capture.example_inputs import device_of
 from ..compiler.offloading import Host
 from ..errors import warn_caller
@@ -21,7 +21,7 @@ from ..ir.units import format_bytes
 from ..profile.rates import host_rate
 from ..runtime.frozen_weights import available_bytes
 from ..runtime.offload import can_pin
-from ..runtime.offloaded_calls import OffloadedCalls
+from ..runtime.offloaded_calls import LEAST_BYTES, OffloadedCalls
 from .agreement import gathered, processes
 from .kept_plans import KeptPlan
 from .planning import Settings
@@ -33,8 +33,6 @@ Lone = Mapping[int, Mapping[int, Collection[int]]]
 ROOM = 0.5
 #: Said where the host's memory cannot be pinned.
 NOT_PINNED = "the host's memory for offloaded activations could not be pinned, so the plan offloads none"
-#: Smaller values are not worth a copy: it takes less time than to start it.
-LEAST_BYTES = 2**16
 
 
 def offloadable(captured: Captured, held: Collection[int], lone: Collection[int]) -> frozenset[int]:
@@ -56,6 +54,18 @@ def offloadable(captured: Captured, held: Collection[int], lone: Collection[int]
         and not metas[v].lazily
         and metas[v].device == captured.device
     )
+
+
+def looks_of(captured: Captured) -> dict[int, str]:
+    """How each input of a block looks; Inductor's graph has those inputs under other names."""
+    return {v: look_of(captured.metas[v]) for v in captured.inputs}
+
+
+def lone_looks(captured: Captured, lone: Collection[int]) -> tuple[str, ...]:
+    """How lone inputs look, each as often as there are such; without those that others look like."""
+    looks = looks_of(captured)
+    others = {look for v, look in looks.items() if v not in lone}
+    return tuple(look for v, look in looks.items() if v in lone and look not in others)
 
 
 def _admits(device: torch.device, settings: Settings) -> bool:
@@ -133,17 +143,14 @@ def link_rate(of: Blocks, room: int, settings: Settings) -> float:
 
 def can_offload(of: Blocks, step: Step, kept: KeptPlan) -> bool:
     """Whether the host's memory can be pinned that a plan needs: else a step would not find it."""
-    counts: list[int] = []
-    for block, piece, record in zip(of.blocks, step.pieces, kept.records, strict=True):
-        if record is not None and block._block_call is not None:
-            metas = block._block_call.as_in(record).metas
-            counts += piece.calls * [metas[value].storage_bytes for value in record.offloaded]
-    return can_pin(counts, device_of(of.model))
+    both = zip(step.pieces, kept.promise.points, strict=True)
+    return can_pin([size for piece, point in both for size in piece.calls * point.copies], device_of(of.model))
 
 
 def offload(of: Blocks, kept: KeptPlan) -> None:
     """Have blocks offload what a plan says."""
-    if any(record is not None and record.offloaded for record in kept.records):
+    followed = any(record is not None and record.offloaded for record in kept.records)
+    if followed or any(point.copies for point in kept.promise.points):
         calls = next((block._offloads for block in of.blocks if block._offloads), None) or OffloadedCalls()
         for block in of.blocks:
             block._offloads = calls

@@ -97,6 +97,11 @@ class TensorMeta:
         return self.stride == contiguous_strides(self.shape)
 
 
+def look_of(tensor: torch.Tensor | TensorMeta) -> str:
+    """Dtype and shape in words, such as ``float32[8, 16]``: what a tensor's capture and its graph in Inductor share."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides, in elements, of a row-major tensor of this shape."""
     strides = [1]

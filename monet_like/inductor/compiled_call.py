@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,7 +16,11 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch._guards import TracingContext
 
+from ..capture.captured import look_of
+from ..capture.resident import parts_of
+from ..capture.trees import tensors_of
 from ..errors import MonetError, UsageError
+from ..runtime.offloaded_calls import KeepingSaved, OffloadedCalls, hooks_are_free
 from .menu import MenuReader
 from .options import missing_hook, options_of
 from .planned_graph import PlannedGraph, Settings
@@ -48,8 +53,13 @@ class CompiledCall:
         found: list[PlannedGraph] = self.options["custom_partitioner_fn"].graphs
         return found
 
-    def __call__(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def __call__(
+        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], calls: OffloadedCalls | None = None
+    ) -> Any:
         """The module's result, whose backward is compiled, too.
+
+        Args:
+            calls: of the model's blocks, some of which offload what they keep.
 
         Raises:
             NotCompiled: the call cannot be compiled, or not within the bytes.
@@ -57,10 +67,27 @@ class CompiledCall:
         if self._failed:
             raise NotCompiled(self._failed)
         try:
-            return self._run(module, args, kwargs)
+            if calls is None or not hooks_are_free():
+                return self._run(module, args, kwargs)
+            return self._offloading(calls, module, args, kwargs)
         except (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError, MonetError) as error:
             self._failed = _reason(error)
             raise NotCompiled(self._failed) from error
+
+    def _offloading(
+        self, calls: OffloadedCalls, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """As `__call__`; what the limits let wait on the host leaves."""
+        limits = self.settings.limits
+        keeping = KeepingSaved(calls, limits.offloaded_bytes if limits else 0)
+        with keeping.saving():
+            result = self._run(module, args, kwargs)
+        given, looks = tensors_of((args, kwargs)), limits.lone if limits else ()
+        others = (tensor for tensor in given if look_of(tensor) not in looks)
+        held = chain(module.parameters(), module.buffers(), tensors_of(result), others)
+        lone = [tensor for tensor in given if look_of(tensor) in looks]
+        keeping.ended(lone, chain.from_iterable(map(parts_of, held)))
+        return result
 
     def __reduce__(self) -> Any:
         return CompiledCall, (self.settings,)

@@ -15,7 +15,7 @@ from torch.fx._lazy_graph_module import _make_graph_module
 
 from ..ir.program import RESIDENT_KINDS
 from ..ir.schedule import Schedule, kept_values
-from .joint import Kernel, is_elementwise, name_of, readers, tensors_of
+from .joint import Kernel, is_elementwise, is_unchecked, name_of, readers, tensors_of
 from .kernels import Kernels
 from .written import apart_operator, inlined_operator, written_operator
 
@@ -75,18 +75,13 @@ def modules_of(
     )
 
 
-def _is_unchecked(node: fx.Node) -> bool:
-    """Whether PyTorch does not check that a saved tensor has not been changed since."""
-    return bool(node.meta.get("saved_tensor_with_no_vc_check", False))
-
-
 def _place_of(node: fx.Node) -> int:
     """AOTAutograd takes tensors whose version is checked, then those whose version is not, then other objects."""
-    return 2 if not tensors_of(node.meta.get("val")) else int(_is_unchecked(node))
+    return 2 if not tensors_of(node.meta.get("val")) else int(is_unchecked(node))
 
 
 def _description(node: fx.Node, place: int) -> Any:
-    kind = "SavedForBackwardsNoVcCheckAOTOutput" if _is_unchecked(node) else "SavedForBackwardsAOTOutput"
+    kind = "SavedForBackwardsNoVcCheckAOTOutput" if is_unchecked(node) else "SavedForBackwardsAOTOutput"
     return getattr(descriptors, kind)(place)
 
 

@@ -93,6 +93,11 @@ def is_view(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and (node.target.is_view or name_of(node) in _VIEWS)
 
 
+def is_unchecked(node: fx.Node) -> bool:
+    """Whether PyTorch does not check that a saved tensor has not been changed since; its hooks do not see it."""
+    return bool(node.meta.get("saved_tensor_with_no_vc_check", False))
+
+
 def is_elementwise(node: fx.Node) -> bool:
     """Whether Inductor computes an element of the result from one element of each input, within any kernel."""
     if not isinstance(node.target, torch._ops.OpOverload) or draws(node):

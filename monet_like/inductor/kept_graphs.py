@@ -25,7 +25,7 @@ from .passes import code_digest
 from .planned_graph import PlannedGraph, graph_key
 from .portfolio import Way
 
-FORMAT, VERSION = "monet_like compiled graph", 1
+FORMAT, VERSION = "monet_like compiled graph", 2
 
 Kept = TypeVar("Kept")
 Made = TypeVar("Made")
@@ -45,6 +45,7 @@ class KeptGraph:
     step_bytes: int
     saved: tuple[str, ...]
     saved_bytes: int
+    movable: tuple[int, ...]
     fused_within: int | None
     way: Way | None
 
@@ -54,7 +55,7 @@ class KeptGraph:
         costs = {key: (cost.seconds, cost.workspace_bytes) for key, cost in graph.costs.items()}
         return KeptGraph(
             graph.schedule, costs, graph.budget_bytes, graph.step_bytes, graph.saved, graph.saved_bytes,
-            graph.fused_within, graph.way,
+            graph.movable, graph.fused_within, graph.way,
         )  # fmt: skip
 
     def planned(self, program: Program) -> PlannedGraph:
@@ -67,8 +68,8 @@ class KeptGraph:
         plan = Plan(self.schedule, simulate(program, self.schedule, costs), "feasible", found_by="cache")
         plain = simulate(program, store_all(program), costs)
         return PlannedGraph(
-            program, costs, plan, plain, self.budget_bytes, self.saved, self.saved_bytes, step_bytes=self.step_bytes,
-            fused_within=self.fused_within, way=self.way,
+            program, costs, plan, plain, self.budget_bytes, self.saved, self.saved_bytes, self.movable,
+            step_bytes=self.step_bytes, fused_within=self.fused_within, way=self.way,
         )  # fmt: skip
 
     def save(self, path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from ..capture.captured import look_of
 from ..errors import UsageError
 from ..ir.program import Program, Runs, Task, Value, ValueKind
 from .collectives import communicates, is_part, writes_of
@@ -122,7 +123,7 @@ class _Builder:
             else:
                 continue
             value = node.meta.get("val")
-            spec = f"{str(value.dtype)[6:]}{list(value.shape)}" if isinstance(value, torch.Tensor) else ""
+            spec = look_of(value) if isinstance(value, torch.Tensor) else ""
             self.value_of[node] = len(self.values)
             self.values.append(Value(node.name, self.joint.bytes_of(node), kind, spec))
 

@@ -20,6 +20,7 @@ from ..plan.step.menus import menu
 from .choice import Handed, handed_over, partition_of
 from .emission import saved_nodes
 from .in_place import settled
+from .joint import is_unchecked
 from .kept_graphs import find_menu, keep_menu, path_of
 from .kernels import Kernels
 from .planned_graph import Limits, PlannedGraph, Settings, with_way
@@ -136,7 +137,9 @@ def within(limits: Limits, graphs: Sequence[PlannedGraph]) -> list[PlannedGraph]
     """
 
     def lacks(graph: PlannedGraph) -> int:
-        return max(need - has for need, has in zip(_numbers(graph.needs), _numbers(limits), strict=True))
+        carried, *others = _numbers(graph.needs)
+        needs = carried - sum(graph.copies(limits.offloaded_bytes, limits.lone)), *others
+        return max(need - has for need, has in zip(needs, _numbers(limits), strict=True))
 
     fitting = [graph for graph in graphs if lacks(graph) <= 0]
     if not fitting:
@@ -152,8 +155,13 @@ def with_plan(graph: PlannedGraph, found: Plan, kernels: Kernels) -> PlannedGrap
     schedule = settled(graph.program, found.schedule)
     found = replace(found, schedule=schedule, report=simulate(graph.program, schedule, graph.costs))
     nodes = saved_nodes(kernels, schedule)
-    names = tuple(node.name for node in nodes if node.op != "placeholder")
-    return replace(graph, plan=found, saved=names, saved_bytes=saved_bytes(kernels, schedule))
+    made = [node for node in nodes if node.op != "placeholder"]
+    program, values = graph.program, {node: kernels.value_of[node] for node in made if not is_unchecked(node)}
+    movable = tuple(program.values[v].bytes for v in values.values() if v not in program.outputs)
+    return replace(
+        graph, plan=found, saved=tuple(node.name for node in made), saved_bytes=saved_bytes(kernels, schedule),
+        movable=movable,
+    )  # fmt: skip
 
 
 def saved_bytes(kernels: Kernels, schedule: Schedule) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from ..ir.step import Moment, Piece, Point, Step, peak_of
 from ..ir.units import Budget, format_bytes, format_seconds
 from ..plan.result import Plan
 from ..plan.step.menus import kept_inputs
+from ..runtime.offloaded_calls import those_that_leave
 from .portfolio import Way
 
 
@@ -26,11 +28,15 @@ class Limits:
         carried_bytes: from its forward to its backward, inputs and results among them.
         forward_bytes: in its forward, above what exists when that begins.
         backward_bytes: in its backward, above what would exist when that begins if it carried nothing.
+        offloaded_bytes: that may be on the host meanwhile, instead of being carried.
+        lone: how inputs look that may be so: they exist only while the piece keeps them.
     """
 
     carried_bytes: int
     forward_bytes: int
     backward_bytes: int
+    offloaded_bytes: int = 0
+    lone: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,7 @@ class PlannedGraph:
         budget_bytes: what one call was planned for.
         saved: names of the nodes that the forward hands to the backward, inputs apart.
         saved_bytes: of what the forward hands to the backward, without parameters and buffers.
+        movable: bytes of each value among them that nobody else holds.
         equal: how many graphs like it were compiled: all have this plan.
         step_bytes: what all calls of the graph were planned for.
         fused_within: the bytes within which kernels are ordered for fusion; None: they are in the graph's order.
@@ -81,6 +88,7 @@ class PlannedGraph:
     budget_bytes: int
     saved: tuple[str, ...]
     saved_bytes: int
+    movable: tuple[int, ...] = ()
     equal: int = 1
     step_bytes: int = 0
     fused_within: int | None = None
@@ -121,6 +129,26 @@ class PlannedGraph:
             return tuple(sorted(kept_inputs(self.program, self.schedule)))
         values = self.program.values
         return tuple(v for v, value in enumerate(values) if value.kind == "input" and value.name in self.way.inputs)
+
+    def copies(self, most_bytes: int, lone: Collection[str]) -> tuple[int, ...]:
+        """Bytes of each value that is on the host between forward and backward, if so much may be there.
+
+        Args:
+            lone: see `Limits`.
+        """
+        left, given = Counter(lone), list[int]()
+        for value in (self.program.values[v] for v in self.kept_inputs):
+            if left[value.spec]:
+                left[value.spec] -= 1
+                given.append(value.bytes)
+        sizes = [*((True, size) for size in given), *((False, size) for size in self.movable)]
+        return tuple(sizes[place][1] for place in those_that_leave(sizes, most_bytes))
+
+    @property
+    def forward_seconds(self) -> float:
+        """Predicted time of one call's forward, about."""
+        steps = self.plan.report.steps[: len(self.schedule.forward)]
+        return min(sum(step.seconds for step in steps), self.seconds)
 
     @property
     def needs(self) -> Limits:
@@ -164,7 +192,7 @@ def with_way(graph: PlannedGraph, way: Way) -> PlannedGraph:
     """The graph with what Inductor makes of its plan or of another partition."""
     inputs = {value.name: value.bytes for value in graph.program.values if value.kind == "input"}
     size = way.rehearsed.saved_bytes + sum(inputs.get(name, 0) for name in way.inputs)
-    return replace(graph, way=way, saved=way.saved, saved_bytes=size)
+    return replace(graph, way=way, saved=way.saved, saved_bytes=size, movable=way.rehearsed.movable)
 
 
 def graph_key(program: Program) -> str:

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..capture.captured import allocated_bytes
 from ..torch_versions import release
-from .joint import tensors_of
+from .joint import is_unchecked, tensors_of
 
 #: Settings of Inductor that a plan needs. It may not sort kernels anew; a buffer is freed after its last use, not kept
 #: for the next of its size; tensors keep the layouts that the graph says they have; and Inductor writes no elementwise
@@ -72,12 +72,14 @@ class Rehearsed:
         forward_bytes, backward_bytes: the most memory beyond the graph's inputs, incoming gradients included.
         saved_bytes: made by the forward and handed to the backward.
         moved: bytes that each generated kernel moves.
+        movable: bytes of each buffer among what is saved that nobody else holds and that one tensor fills.
     """
 
     forward_bytes: int
     backward_bytes: int
     saved_bytes: int
     moved: tuple[int, ...]
+    movable: tuple[int, ...]
 
     @property
     def peak_bytes(self) -> int:
@@ -119,7 +121,14 @@ def rehearsed(
     second = write(backward, workspace_of, donated, strides)
     _, later = _follow(second.changes, live, {**second.bytes_of, **live}, ends)
     saved = {*filter(None, first.results[forward_count:])}
-    return Rehearsed(most, later, sum(first.bytes_of[name] for name in saved), (*first.moved, *second.moved))
+    alone = ((node, _owned(result_of, held, node)) for node in given if not is_unchecked(node))
+    movable = (first.bytes_of[name] for node, name in alone if name and left[name] == 1 and _fills(node, name, first))
+    size = sum(first.bytes_of[name] for name in saved)
+    return Rehearsed(most, later, size, (*first.moved, *second.moved), tuple(movable))
+
+
+def _fills(node: fx.Node, buffer: str, written: Written) -> bool:
+    return _bytes_of(node) == written.bytes_of[buffer]
 
 
 def _owned(result_of: Mapping[str, str], held: Collection[str], node: fx.Node) -> str:

@@ -84,9 +84,9 @@ class Point:
         forward_seconds: of the forward alone.
         fetch_seconds: of the copies of activations from the host that the backward makes.
         ahead: how many pieces earlier the copy of its frozen weights from the host begins; 0: they are resident.
-        offloaded: values that are on the host between the forward and the backward; ``seconds`` has what of their
-            copies is not hidden.
-        offloaded_bytes: of them; in none of the bytes above but the backward's peaks.
+        offloaded: values that are on the host between the forward and the backward, if the piece follows ``schedule``;
+            ``seconds`` has what of their copies is not hidden.
+        copies: bytes of each copy on the host; in none of the bytes above but the backward's peaks.
     """
 
     schedule: Schedule
@@ -100,7 +100,12 @@ class Point:
     fetch_seconds: float = 0.0
     ahead: int = 0
     offloaded: tuple[int, ...] = ()
-    offloaded_bytes: int = 0
+    copies: tuple[int, ...] = ()
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Of all copies on the host."""
+        return sum(self.copies)
 
     @property
     def numbers(self) -> tuple[float, int, int, int, int, int]:
@@ -256,7 +261,7 @@ def with_offloads(step: Step) -> Step | None:
 
 def without_offloads(step: Step) -> Step:
     """The step with the points alone that offload nothing."""
-    return step.with_menus((point for point in menu if not point.offloaded) for menu in step.menus)
+    return step.with_menus((point for point in menu if not point.copies) for menu in step.menus)
 
 
 def bytes_on_host(step: Step, choice: Sequence[Point]) -> int:

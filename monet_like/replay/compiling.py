@@ -14,6 +14,7 @@ from ..inductor.compiled_call import CompiledCall, NotCompiled
 from ..inductor.planned_graph import Settings
 from ..ir.schedule_file import InputSpec, ScheduleRecord
 from ..ir.units import Budget
+from ..runtime.offloaded_calls import OffloadedCalls
 from ..runtime.streamed_block import Streamed
 from .checks.draws import draws_of, why_other_draws
 from .stand_in import StandIn
@@ -28,6 +29,8 @@ class Compiling(StandIn):
     _streamed: Streamed | None
     #: Whether progress is shown; None: if somebody sees stderr.
     _shows_progress: bool | None = None
+    #: Of a whole model's blocks, some of which have on the host what they keep.
+    _offloads: OffloadedCalls | None = None
 
     def _tells_of(self, inputs: tuple[InputSpec, ...]) -> bool:
         """Whether to warn of calls with such inputs; not so of each of many equal blocks."""
@@ -40,12 +43,12 @@ class Compiling(StandIn):
             NotCompiled: nothing of it has run.
         """
         if compiled.graphs:
-            return compiled(self._model, args, kwargs)
+            return compiled(self._model, args, kwargs, self._offloads)
         from ..compiler.progress import Progress  # with rich, which a replay can do without
 
         with Progress(quiet=self._shows_progress is False, first="compile") as progress:
             progress.at("compile", type(self._model).__name__)
-            return compiled(self._model, args, kwargs)
+            return compiled(self._model, args, kwargs, self._offloads)
 
     def _leave_uncompiled(self, step: CompiledStep, error: NotCompiled, given: Example) -> None:
         """Have calls follow the schedule of a step that was to be compiled."""
@@ -60,13 +63,11 @@ class Compiling(StandIn):
                 f"{specs_in_words(inputs)}, whose calls follow their schedule one operator after the other: {reason}"
             )
 
-    def why_not_compiled(self, captured: Captured, record: ScheduleRecord | None = None) -> str:
+    def why_not_compiled(self, captured: Captured) -> str:
         """Why Inductor compiles no such call, so that it follows its schedule; "" if it does."""
         results = sum(tangent is not None for tangent in captured.tangents)
-        host = record is not None and bool(record.offloaded or record.counts.get("host_bytes"))
         reasons = {
             "its weights come from the host": self._streamed is not None,
-            "the schedule has activations wait on the host": host,
             "the optimizer runs in the backward": captured.optimizer_in_backward,
             "its Python code asks for values of tensors": bool(captured.answers),
             "a loss may use some of its results alone, and Inductor's backward takes zeros for the others": results > 1,
@@ -77,11 +78,11 @@ class Compiling(StandIn):
         """How Inductor's graphs of calls with such inputs are planned; None: they follow their schedule."""
         if self.backend != "inductor" or inputs != record.inputs:
             return None
-        if reason := self.why_not_compiled(captured, record):
+        if reason := self.why_not_compiled(captured):
             self._tell_uncompiled(reason, inputs)
             return None
-        return replace(self._graph_settings(record), draws=draws_of(captured))
+        return replace(self._graph_settings(record, captured), draws=draws_of(captured))
 
-    def _graph_settings(self, record: ScheduleRecord) -> Settings:
+    def _graph_settings(self, record: ScheduleRecord, captured: Captured) -> Settings:
         """How Inductor's graphs of such calls are planned."""
         return Settings(Budget(record.budget_bytes), extra_bytes=record.extra_bytes, quick=True)

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +22,9 @@ from torch import Tensor
 from ..errors import MonetError, warn_caller
 from .offload import fetch_end, fetched_in_parts, may_be_sent, send_end, sent_in_parts
 from .streamed_weights import quietly
+
+#: Smaller values are not worth a copy: it takes less time than to start it.
+LEAST_BYTES = 2**16
 
 
 @dataclass(frozen=True)
@@ -83,10 +88,7 @@ class OffloadedCall:
         self.come()
         self._end_sending()
         if self.changed:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: an "
-                "input or a result of a block, just after the block's forward; change a copy of it"
-            )
+            raise RuntimeError(_CHANGED)
         if self._coming:
             for place in self._there:
                 fetch_end(self._here[place])
@@ -165,6 +167,97 @@ class Keeping:
             return list(left)
         found = self._calls.taken(self._call, again=again)
         return [found.get(place, own) for place, own in enumerate(left)]
+
+
+class KeepingSaved:
+    """How one call of a compiled block keeps what its graph saves: by hooks of autograd, since nobody else knows it.
+
+    Whatever is kept comes back as it was, so that a wrong guess about what others hold costs time or memory alone.
+
+    Args:
+        calls: of the model's blocks.
+        most_bytes: what may wait on the host.
+    """
+
+    def __init__(self, calls: OffloadedCalls, most_bytes: int) -> None:
+        self._calls, self._most_bytes = calls, most_bytes
+        self._here: list[tuple[Tensor, int] | None] = []  # with their versions; None: it has left
+        self._back: dict[int, Tensor] = {}
+        self._call: OffloadedCall | None = None
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """Within it the graph is called."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def ended(self, lone: Iterable[Tensor], held: Iterable[Tensor]) -> None:
+        """The call has ended: what only its backward will read leaves.
+
+        Args:
+            lone: inputs that exist only while the block keeps them.
+            held: other inputs, parameters, buffers and results.
+        """
+        first, others = ({_storage(tensor) for tensor in some} for some in (lone, held))
+        saved = [tensor for tensor, _ in filter(None, self._here)]
+        storages = [_storage(tensor) for tensor in saved]
+        times = Counter(storages)
+        may = [
+            place
+            for place, (tensor, storage) in enumerate(zip(saved, storages, strict=True))
+            if storage not in others and times[storage] == 1 and may_be_sent(tensor)
+        ]
+        sizes = [(storages[place] in first, saved[place].nbytes) for place in may]
+        leave = {may[n]: saved[may[n]] for n in those_that_leave(sizes, self._most_bytes)}
+        self._call = self._calls.forward_ended(leave)
+        self._here = [None if place in leave else own for place, own in enumerate(self._here)]
+
+    def _pack(self, tensor: Tensor) -> int:
+        self._here.append((tensor.detach(), tensor._version))  # a result itself would hold the graph that holds it
+        return len(self._here) - 1
+
+    def _unpack(self, place: int) -> Tensor:
+        own = self._here[place]
+        begins = place not in self._back if own is None else not (place or self._back)
+        if begins and self._call is not None:
+            again = torch._C._autograd._get_current_graph_task_keep_graph()
+            self._back = self._calls.taken(self._call, again=again)
+        if own is None:
+            return self._back.pop(place)
+        tensor, version = own
+        if tensor._version != version:
+            raise RuntimeError(_CHANGED)
+        return tensor
+
+
+def those_that_leave(sizes: Sequence[tuple[bool, int]], most_bytes: int) -> list[int]:
+    """The places of saved values that wait on the host: inputs first, then the largest, as far as there is room.
+
+    Args:
+        sizes: of each value whether it is an input, and its bytes.
+    """
+    found: list[int] = []
+    for place in sorted(range(len(sizes)), key=lambda place: (not sizes[place][0], -sizes[place][1])):
+        size = sizes[place][1]
+        if LEAST_BYTES <= size <= most_bytes:
+            found.append(place)
+            most_bytes -= size
+    return found
+
+
+def hooks_are_free() -> bool:
+    """Whether nobody else has hooks for what autograd saves, or forbids them."""
+    autograd: Any = torch._C._autograd
+    return autograd._saved_tensors_hooks_is_enabled() and autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def _storage(tensor: Tensor) -> int:
+    """What tensors that share memory have in common; 0: they have none that is one storage."""
+    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else 0
+
+
+_CHANGED = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: an input or a "
+    "result of a block, after the block's forward; change a copy of it"
+)
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -2,24 +2,28 @@
 
 `counted` answers ``NAME:SHARE`` about three layers in a row, of a kind of `layers.LAYERS`: each compiled by
 ``torch.compile`` with this ``activation_memory_budget``, and planned as blocks within the peak of the former.
-``NAME:SHARE in TIMES`` has the plan in so many times that peak.
+``NAME:SHARE in TIMES`` has the plan in so many times that peak, and with ``MODE`` after it in a mode of variants.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._functorch.config as functorch_config
-from lowered import Counts, lowered, on_gpu, step_bytes
+from lowered import Counts, lowered, on_gpu, step_bytes, timed_by_rates
 from torch import nn
 
 import monet_like
+from monet_like.auto import offloaded
 from monet_like.auto.block import blocks_of
 
 #: Layers in a row.
 COUNT = 3
+#: Bytes a second of the link to the host, each way.
+HOST_RATE = 50e9
 
 
 class Stack(nn.Module):
@@ -38,7 +42,8 @@ class Stack(nn.Module):
 def counted(asked: str) -> dict[str, Any]:
     """Steps of such layers, counted: see above."""
     name, what = asked.split(":")
-    share, _, times = what.partition(" in ")
+    share, _, wanted = what.partition(" in ")
+    times, _, mode = wanted.partition(" ")
     model, (x, *others) = _made(name)
     torch._dynamo.reset()
     with lowered() as found, functorch_config.patch(activation_memory_budget=float(share)):
@@ -48,16 +53,20 @@ def counted(asked: str) -> dict[str, Any]:
     budget = int(float(times or 1.0) * compiled.peak_bytes)
     torch._dynamo.reset()
     model, args = _made(name)
-    with lowered() as found:
+    with lowered() as found, timed_by_rates(), mock.patch.object(offloaded, "host_rate", return_value=HOST_RATE):
         planned = monet_like.auto_schedule(
-            model, args, memory_budget=budget, blocks=list(model.layers), backend="inductor", effort="quick"
-        )
+            model, args, memory_budget=budget, blocks=list(model.layers), backend="inductor", effort="quick",
+            **({"mode": mode} if mode else {}),
+        )  # fmt: skip
         counts = _counts(found, planned, args)
     calls = {step.compiled for block in blocks_of(planned) for step in (kept.step for kept in block._kept)}
     assert None not in calls
+    plan = blocks_of(planned)[0]._block_plan
+    assert plan is not None
     return {
         "compiled": asdict(compiled), "planned": asdict(counts), "budget_bytes": budget,
-        "predicted_bytes": blocks_of(planned)[0]._block_plan.peak_bytes,
+        "predicted_bytes": plan.peak_bytes, "offloaded": [point.offloaded_bytes for point in plan.points],
+        "seconds": plan.seconds,
         "ways": [graph.share for call in calls for graph in call.graphs],
     }  # fmt: skip
 

@@ -247,14 +247,19 @@ def on_gpu(name: str) -> Made:
         return {**LAYERS, **SMALL}[name](False)
 
 
-def planned(model: nn.Module, args: tuple[Any, ...], budget_bytes: int) -> dict[str, Any]:
-    """Plan for a budget, and count a step. Times are by the rates of the device, and workspaces are measured."""
+def timed_by_rates() -> contextlib.AbstractContextManager[Any]:
+    """Within it times of graphs are by the rates of the device; workspaces are measured."""
     measure = prices.measured_cost
 
     def by_rates(root: Any, writes: Any, device: prices.Device) -> Cost | None:
         cost, kernel = measure(root, writes, device), Kernel(root, tuple(root.all_input_nodes), (), tuple(writes))
         return replace(cost, seconds=prices._estimated(kernel, device.limits).seconds) if cost else None
 
+    return mock.patch.multiple(prices, measured_cost=by_rates, measured_limits=limits_like)
+
+
+def planned(model: nn.Module, args: tuple[Any, ...], budget_bytes: int) -> dict[str, Any]:
+    """Plan for a budget, and count a step."""
     ways: dict[str, list[list[int]]] = {}
 
     def judge(share: float | None, *args: Any, **kwargs: Any) -> Way:
@@ -264,7 +269,7 @@ def planned(model: nn.Module, args: tuple[Any, ...], budget_bytes: int) -> dict[
 
     options = compile_options(budget_bytes, quick=True)
     with (
-        mock.patch.multiple(prices, measured_cost=by_rates, measured_limits=limits_like),
+        timed_by_rates(),
         mock.patch.object(choice, "judged", judge),
         warnings.catch_warnings(record=True) as caught,
     ):

@@ -30,7 +30,7 @@ def offloads(menu: list[Point], draw: random.Random) -> list[Point]:
     for one in menu:
         size = draw.randint(0, one.carried_bytes)
         if size:
-            sent = replace(one, carried_bytes=one.carried_bytes - size, offloaded=(0,), offloaded_bytes=size)
+            sent = replace(one, carried_bytes=one.carried_bytes - size, offloaded=(0,), copies=(size,))
             more.append(replace(sent, seconds=one.seconds * draw.uniform(1.001, 1.3)))
     return [*menu, *more]
 

@@ -17,7 +17,6 @@ from training import Outcome, run, twin
 
 import monet_like
 from benchmarks.unrun_kernels import unrun_kernels
-from monet_like.auto import block_plan
 from monet_like.auto.block import blocks_of
 from monet_like.capture.lower.step import capture
 from monet_like.errors import InfeasibleError, UsageError
@@ -132,11 +131,6 @@ def test_equal_blocks_are_compiled_once_for_each_way() -> None:
     train(ours, x)
     calls = [step.compiled for step in steps_of(ours)]
     assert len(calls) == 4 and len(set(calls)) <= 2  # the last one's result is held by the loss
-
-
-def test_compiled_blocks_offload_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_plan, "room_on_host", None)
-    assert not any(point.offloaded for point in plan_of(planned(Decoder(), tokens(), blocks="layers.*")).points)
 
 
 @pytest.mark.usefixtures("uncompiled")

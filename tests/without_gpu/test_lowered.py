@@ -159,11 +159,16 @@ def test_convolutions_that_inductor_turns_to_channels_last_are_rehearsed_so(lowe
 @pytest.mark.slow(rare=["llama with LoRA"])
 @pytest.mark.parametrize("name", ["gpt2", "llama with LoRA"])
 def test_blocks_launch_what_torch_compile_does_at_its_peak_and_go_on_below(ask: Ask, name: str) -> None:
-    """The budget has cuBLAS's workspace besides, which plans of blocks count. Each way is compiled for itself."""
-    found, lean = ask(f"blocks:{name}:1.0 in 1.02", f"blocks:{name}:1.0 in 0.7", CUBLAS_WORKSPACE_CONFIG=":16:8")
-    for one in (found, lean):
+    """The budget has cuBLAS's workspace besides, which plans of blocks count. Each way is compiled for itself. Where
+    values may wait on the host, a step in less memory is shorter than where they may not.
+    """
+    times = ("1.02", "0.7", "0.7 normal")
+    found, lean, here = ask(*(f"blocks:{name}:1.0 in {each}" for each in times), CUBLAS_WORKSPACE_CONFIG=":16:8")
+    for one in (found, lean, here):
         assert one["planned"]["peak_bytes"] <= one["predicted_bytes"] <= one["budget_bytes"]
     compiled, planned, ways = found["compiled"], found["planned"], len(found["ways"])
     assert planned["kernels"] <= ways * (compiled["kernels"] + 1)
     assert planned["moved_bytes"] <= ways * compiled["moved_bytes"]
     assert planned["saved_bytes"] == compiled["saved_bytes"] > lean["planned"]["saved_bytes"]
+    assert any(lean["offloaded"]) and not any((*found["offloaded"], *here["offloaded"]))
+    assert found["seconds"] < lean["seconds"] < here["seconds"]

@@ -159,17 +159,30 @@ def offloading(point: Point, program: Program, movable: Collection[int], bytes_p
             room -= values[value].bytes
     inputs = [value for value in may if values[value].kind == "input"]
     for some in dict.fromkeys(tuple(sorted(one)) for one in (inputs, hidden, may) if one):
-        size = sum(values[v].bytes for v in some)
-        copy = size / bytes_per_second
-        sent = forward + max(0.0, copy - forward) + BESIDE * copy
-        seconds = sent + backward + max(0.0, copy - backward) + BESIDE * copy
-        apart = sum(values[v].bytes for v in some if v in point.shared)  # results, which are not carried
-        yield replace(
-            point, seconds=seconds, carried_bytes=point.carried_bytes - (size - apart),
-            backward_peak_bytes=point.backward_peak_bytes + apart, adding_peak_bytes=point.adding_peak_bytes + apart,
-            shared=tuple(v for v in point.shared if v not in some), forward_seconds=sent,
-            fetch_seconds=min(point.fetch_seconds + copy, seconds - sent), offloaded=some, offloaded_bytes=size,
-        )  # fmt: skip
+        sizes = tuple(values[v].bytes for v in some)
+        yield replace(with_copies(point, program, some, sizes, bytes_per_second), offloaded=some)
+
+
+def with_copies(
+    point: Point, program: Program, some: Collection[int], copies: tuple[int, ...], bytes_per_second: float
+) -> Point:
+    """The point with copies on the host.
+
+    Args:
+        some: inputs and results among what is copied: they are shared no longer.
+        copies: bytes of all that is copied.
+    """
+    forward, backward = point.forward_seconds, point.seconds - point.forward_seconds
+    copy = sum(copies) / bytes_per_second
+    sent = forward + max(0.0, copy - forward) + BESIDE * copy
+    seconds = sent + backward + max(0.0, copy - backward) + BESIDE * copy
+    apart = sum(program.values[v].bytes for v in some if v in point.shared)  # they are not carried
+    return replace(
+        point, seconds=seconds, carried_bytes=point.carried_bytes - (sum(copies) - apart),
+        backward_peak_bytes=point.backward_peak_bytes + apart, adding_peak_bytes=point.adding_peak_bytes + apart,
+        shared=tuple(v for v in point.shared if v not in some), forward_seconds=sent,
+        fetch_seconds=min(point.fetch_seconds + copy, seconds - sent), copies=copies,
+    )  # fmt: skip
 
 
 def efficient(points: Sequence[Point]) -> tuple[Point, ...]:
