@@ -66,7 +66,7 @@ def counted(asked: str) -> dict[str, Any]:
     return {
         "compiled": asdict(compiled), "planned": asdict(counts), "budget_bytes": budget,
         "predicted_bytes": plan.peak_bytes, "offloaded": [point.offloaded_bytes for point in plan.points],
-        "seconds": plan.seconds,
+        "seconds": plan.seconds, "pinned_bytes": torch.cuda.host_memory_stats()["active_bytes.peak"],
         "ways": [graph.share for call in calls for graph in call.graphs],
     }  # fmt: skip
 

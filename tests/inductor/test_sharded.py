@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from block_models import Decoder, Layer, tokens
+from block_models import EXACT, Decoder, Layer, plan_of, tokens
 from compiled import uncompiled
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -76,14 +76,18 @@ def same(plain: nn.Module, model: nn.Module, x: torch.Tensor) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_sharded_blocks_of_a_plan_are_compiled(model_of_blocks: nn.Module) -> None:
-    plain, x = model_of_blocks, tokens()
-    model = monet_like.auto_schedule(copy.deepcopy(plain), memory_budget="70%", blocks="layers.*", **COMPILED)
+@pytest.mark.parametrize("mode", [EXACT, f"{EXACT}_offload"])
+def test_sharded_blocks_of_a_plan_are_compiled(model_of_blocks: nn.Module, mode: str) -> None:
+    plain, x = model_of_blocks, tokens(32, 64)
+    model = monet_like.auto_schedule(
+        copy.deepcopy(plain), memory_budget="70%", blocks="layers.*", mode=mode, **COMPILED
+    )
     for layer in model.layers:
         fully_shard(layer)
     fully_shard(model)
     same(plain, model, x)
     assert all(kept.step.compiled for block in blocks_of(model) for kept in block._kept)
+    assert any(point.copies for point in plan_of(model).points) == mode.endswith("offload")
 
 
 @pytest.mark.usefixtures("alone")
