@@ -170,7 +170,7 @@ def ways(*seconds: float) -> list[PlannedGraph]:
     """Ways of one graph that are priced so."""
     model, inputs = block()
     (first, *_) = using(model, inputs, lambda handed: menu_of(handed, SETTINGS))
-    return [with_way(first, Way(0.5, each, Rehearsed(1, 1, n, ()), (), ())) for n, each in enumerate(seconds)]
+    return [with_way(first, Way(0.5, each, Rehearsed(1, 1, n, (), ()), (), ())) for n, each in enumerate(seconds)]
 
 
 #: A graph that can be timed.
