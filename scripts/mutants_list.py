@@ -509,6 +509,7 @@ _COMPILING = [
     ("inductor/menu.py", "if lacks(graph) <= 0]", "if graph]", _COMPILED.format("a_graph_that_lacks_room_follows_its_schedule")),
     ("inductor/trial.py", "if not 0 <= least <= most < size:", "if not least <= most < size:", _TIMED.format("graphs_that_made_up_values_may_break_are_not[positions-an index of aten::embedding is not known, or might be out of range]")),
     ("inductor/trial.py", "if not 0 <= least <= most < size:", "if not 0 <= least <= most:", _TIMED.format("indices_beyond_the_end_are_seen")),
+    ("inductor/trial.py", "with settings_kept():", "if True:", _TIMED.format("the_code_of_inductor_is_timed_and_its_settings_stay")),
     ("inductor/trial.py", "if communicates(node):", "if False:", _TIMED.format("graphs_of_several_processes_are_not")),
     ("inductor/trial.py", "if way.seconds <= NEAR * best.seconds]", "if way]", _TIMED.format("what_is_priced_alike_is_timed_and_the_fastest_taken")),
     ("inductor/trial.py", "if name and not (is_generated(node) or known_call):", "if False:", _TIMED.format("graphs_that_made_up_values_may_break_are_not[chances-aten::multinomial may do more than to compute]")),

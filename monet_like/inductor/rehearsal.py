@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -195,9 +196,7 @@ def write(
     given = copied.graph.find_nodes(op="placeholder")
     names = [node.name for node in given]
     inputs = [strided(node.meta["val"], (strides or {}).get(node.name)) for node in given]
-    # A pass may change them for this graph.
-    kept = {name: getattr(config, name) for name in SETTINGS if hasattr(config, name)}
-    with preserve_rng_state(), config.patch({**kept, **_UNRUN}), DebugContext(), torch.no_grad():
+    with preserve_rng_state(), settings_kept(), config.patch(_UNRUN), DebugContext(), torch.no_grad():
         compile_fx.view_to_reshape(copied)
         mode = compile_fx.fake_tensor_prop(copied, inputs)
         compile_fx._recursive_record_original_output_strides(copied)
@@ -211,6 +210,16 @@ def write(
                 graph.run(*inputs)
                 graph.codegen()
                 return _read(graph, workspace_of)
+
+
+def settings_kept() -> AbstractContextManager[Any]:
+    """Within it a pass may change the settings of plans for one graph."""
+    from torch._inductor import config
+
+    kept: AbstractContextManager[Any] = config.patch(
+        {name: getattr(config, name) for name in SETTINGS if hasattr(config, name)}
+    )
+    return kept
 
 
 def strided(value: Any, strides: tuple[int, ...] | None) -> Any:

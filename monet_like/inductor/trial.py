@@ -24,7 +24,7 @@ from .joint import is_generated, is_view, name_of, viewed
 from .planned_graph import PlannedGraph
 from .portfolio import Partition
 from .prices import MadeUp
-from .rehearsal import strided
+from .rehearsal import settings_kept, strided
 
 _log = logging.getLogger("monet_like")
 
@@ -132,7 +132,8 @@ def _compiled(module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> 
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.utils import BoxedBool
 
-    run: Any = compile_fx_inner(module, inputs, cudagraphs=BoxedBool(False), **options)
+    with settings_kept():
+        run: Any = compile_fx_inner(module, inputs, cudagraphs=BoxedBool(False), **options)
     return lambda given: run(given)
 
 

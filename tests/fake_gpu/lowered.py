@@ -261,10 +261,12 @@ def timed_by_rates() -> contextlib.AbstractContextManager[Any]:
 def planned(model: nn.Module, args: tuple[Any, ...], budget_bytes: int) -> dict[str, Any]:
     """Plan for a budget, and count a step."""
     ways: dict[str, list[list[int]]] = {}
+    priced: dict[str, float] = {}
 
     def judge(share: float | None, *args: Any, **kwargs: Any) -> Way:
         way = judged(share, *args, **kwargs)
         ways.setdefault(str(share), []).append([len(way.rehearsed.moved), sum(way.rehearsed.moved)])
+        priced[str(share)] = way.seconds
         return way
 
     options = compile_options(budget_bytes, quick=True)
@@ -278,6 +280,7 @@ def planned(model: nn.Module, args: tuple[Any, ...], budget_bytes: int) -> dict[
     (graph,) = options["custom_partitioner_fn"].graphs
     said = [str(one.message) for one in caught if "the plan is not compared" in str(one.message)]
     told = {"predicted_bytes": graph.peak_bytes, "seconds": graph.seconds, "share": graph.share, "judged": ways}
+    told["prices"] = priced
     told |= {"found_by": graph.plan.found_by, "timed": _clock[1:]}
     return {**found, **told, "budget_bytes": budget_bytes, "said": said}
 

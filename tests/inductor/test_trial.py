@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn
+from torch._inductor import config
 from torch.nn import functional as F
 
 import monet_like
@@ -19,6 +20,7 @@ from monet_like.inductor.choice import Handed, handed_over, partition_of
 from monet_like.inductor.menu import MenuFound, MenuReader, menu_of
 from monet_like.inductor.planned_graph import PlannedGraph, Settings, with_way
 from monet_like.inductor.portfolio import Way, own_partitions
+from monet_like.inductor.rehearsal import SETTINGS as SETTINGS_OF_PLANS
 from monet_like.inductor.rehearsal import Rehearsed
 from monet_like.ir.units import Budget
 
@@ -96,10 +98,18 @@ def test_a_step_is_run_with_values_of_its_own(monkeypatch: pytest.MonkeyPatch) -
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def left_as_they_are(handed: Handed) -> tuple[list[float], bool]:
+    """Seconds of the ways, and whether what is compiled next has the settings of plans."""
+    before = {name: getattr(config, name) for name in SETTINGS_OF_PLANS if hasattr(config, name)}
+    return timed_ways(handed), all(getattr(config, name) == value for name, value in before.items())
+
+
 @pytest.mark.slow
-def test_the_code_of_inductor_is_timed() -> None:
+def test_the_code_of_inductor_is_timed_and_its_settings_stay() -> None:
+    """PyTorch's own partitions are compiled with Inductor's, plans with their own."""
     model, inputs = block()
-    assert all(0 < seconds < 10 for seconds in using(model, inputs, timed_ways))
+    seconds, same = using(model, inputs, left_as_they_are)
+    assert len(seconds) > 1 and all(0 < each < 10 for each in seconds) and same
 
 
 def offsets(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

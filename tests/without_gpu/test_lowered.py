@@ -51,17 +51,26 @@ def test_kernels_of_a_decoder_layer(lowered: Lowered) -> None:
 SHARES = (1.0, 0.5, 0.2)
 
 
-@pytest.mark.slow(rare=["llama with LoRA-0.5", "gpt2-0.5", "gpt2-0.2"])
+#: Layers that are counted seldom.
+OTHERS = ["llama", "vit", "bottleneck", "unet", "nnunet"]
+SELDOM = ["llama with LoRA-0.5", "gpt2-0.5", "gpt2-0.2", *(f"{name}-{share}" for name in OTHERS for share in SHARES)]
+
+
+@pytest.mark.slow(rare=SELDOM)
 @pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("name", ["llama with LoRA", "gpt2"])
+@pytest.mark.parametrize("name", ["llama with LoRA", "gpt2", *OTHERS])
 def test_a_plan_moves_no_more_than_torch_compile_within_its_peak(lowered: Lowered, name: str, share: float) -> None:
-    """At the allocator's peak of ``torch.compile`` under each budget of its own."""
+    """At the allocator's peak of ``torch.compile`` under each budget of its own; but for what is faster because fewer
+    products run again.
+    """
     compiled, planned = lowered(f"{name}:{share}", f"{name}:peak of {share}")
     assert planned["predicted_bytes"] == planned["peak_bytes"]
     assert [planned["kernels"], planned["moved_bytes"]] in planned["judged"][str(planned["share"])]
     assert planned["peak_bytes"] <= planned["budget_bytes"] == compiled["peak_bytes"]
-    assert planned["moved_bytes"] <= compiled["moved_bytes"]
-    assert planned["kernels"] <= compiled["kernels"] + 1
+    assert planned["seconds"] <= planned["prices"].get(str(share), planned["seconds"])
+    fewer = planned["calls"] < compiled["calls"]
+    assert planned["moved_bytes"] <= compiled["moved_bytes"] or fewer
+    assert planned["kernels"] <= compiled["kernels"] + 1 or fewer
 
 
 @pytest.mark.slow
