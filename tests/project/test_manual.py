@@ -92,7 +92,7 @@ def test_the_tutorial_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert (ran, shown) == (6, 10)
     written = set(json.loads((tmp_path / "net.json").read_text()))
     described(
-        "Schedule files", written | {"attention", "optimizer_in_backward", "offloaded"}
+        "Schedule files", written | {"attention", "optimizer_in_backward", "offloaded", "device_seconds"}
     )  # left out where they say nothing
     (profile,) = cache_folder().glob("profile_*.json")
     described("Profiles", set(json.loads(profile.read_text())))
