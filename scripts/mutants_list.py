@@ -478,6 +478,7 @@ _GRAPHS = [
     (_STEP_GRAPHS, 'kernel_settings() != self._settings else ""', 'False else ""', _GRAPHED.format("test_a_setting_for_kernels_that_changes_has_graphs_of_its_own")),
     (_STEP_GRAPHS, "self.recorder.stream() == self.stream", "True", _GRAPHED.format("test_the_backward_on_another_stream_runs_without")),
     (_MODEL_GRAPHS, "if self._call is not None and self._call() is not None:", "if False:", _TRAINER.format("two_forwards")),
+    ("replay/graphs/model.py", "if not (self.always or recorder.fails_safely):", "if False:", _TRIED.format("none_are_tried_where_a_capture_that_fails_would_end_the_process")),
     ("replay/graphs/trial.py", "if seconds >= FASTER * self._without:", "if False:", _TRIED.format("graphs_that_are_hardly_faster_are_not_used[0.971-False]")),
     ("replay/graphs/trial.py", '("budget", pool_bytes(step) + copies, left)', '("budget", pool_bytes(step), left)', _TRIED.format("graphs_fit_where_the_budget_and_the_device_have_room_for_the_pool_beside_a_step")),
     ("replay/graphs/trial.py", ") > record.device_seconds:", ") > 0.0:", _TRIED.format("by_a_plan_that_knows_the_times_graphs_are_tried_only_where_the_host_is_waited_for")),

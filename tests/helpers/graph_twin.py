@@ -20,6 +20,7 @@ class TwinRecorder:
     """
 
     alignment_bytes = 1
+    fails_safely = True
 
     def __init__(self) -> None:
         self.place: object | None = "a stream"

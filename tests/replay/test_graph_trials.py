@@ -388,3 +388,13 @@ def test_a_model_on_a_cpu_is_not_touched(monkeypatch: pytest.MonkeyPatch, told: 
     compared(copy.deepcopy(model), wrapped, range(STEPS))
     assert vars(wrapped._graphs) == before
     assert told() == []
+
+
+def test_none_are_tried_where_a_capture_that_fails_would_end_the_process(
+    told: Callable[[], list[str]], ordinary: list[int]
+) -> None:
+    recorder = TwinRecorder()
+    recorder.fails_safely = False
+    _, graphs = tried(recorder)
+    assert (graphs.captures, recorder.recorded, ordinary) == (0, 0, [])
+    assert told() == [WITHOUT + "with this PyTorch a capture that fails would end the process"]

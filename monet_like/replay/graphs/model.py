@@ -124,6 +124,8 @@ class ModelGraphs:
             recorder = make(device)
             if not may_serve(recorder, residents[len(residents) - len(step.captured.inputs) :]):
                 return "the call is captured by somebody else, or modes or inputs are others"
+            if not (self.always or recorder.fails_safely):
+                raise Unused("with this PyTorch a capture that fails would end the process")
             with silent():
                 trial = None if self.always or step in self._won else Trial(step, recorder)
                 self.captures += 1

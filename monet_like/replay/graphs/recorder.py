@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from ...profile.card_budget import obtainable_bytes
+from ...torch_versions import release
 from .copies import Tensors
 
 #: Does once more what was recorded; returns its results, which lie at the same places every time.
@@ -21,10 +22,12 @@ class Recorder(Protocol):
 
     Attributes:
         alignment_bytes: kernels may be chosen by whether an address is a multiple of so much, at most.
+        fails_safely: whether the process goes on after a recording that has failed.
         pool_bytes: what was taken of the device for what is recorded.
     """
 
     alignment_bytes: int
+    fails_safely: bool
     pool_bytes: int
 
     def stream(self) -> object | None:
@@ -57,6 +60,9 @@ class CudaRecorder:
 
     #: cuBLASLt chooses by alignments of up to 256 bytes; PyTorch's own kernels by up to 32.
     alignment_bytes = 256
+    #: PyTorch 2.11 ends the process when the graph of a capture that has failed is freed ("The graph should be
+    #: registered to the state").
+    fails_safely = release() >= (2, 14)
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
