@@ -133,15 +133,17 @@ def _compiled(module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> 
     from torch._inductor.utils import BoxedBool
 
     with settings_kept():
-        run: Any = compile_fx_inner(module, inputs, cudagraphs=BoxedBool(False), **options)
-    return lambda given: run(given)
+        run: Callable[[list[Any]], Sequence[Any]] = compile_fx_inner(
+            module, inputs, cudagraphs=BoxedBool(False), **options
+        )
+    return run
 
 
 def why_untimed(graph: fx.Graph) -> str:
     """Why a graph is not run with values that are made up; "" if it can be."""
     known = _Indices()
     for node in graph.nodes:
-        if node.op != "call_function" or node.target is getattr or is_view(node):
+        if node.op != "call_function" or is_view(node):
             continue
         name = name_of(node)
         if communicates(node):
