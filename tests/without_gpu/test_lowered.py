@@ -102,6 +102,7 @@ def test_a_second_start_runs_the_same_and_judges_nothing(lowered: Lowered) -> No
     _, first, second = lowered("gated:1.0", *2 * ["gated:peak of 1.0"])
     assert second.pop("found_by") == "cache" != first.pop("found_by")
     assert first.pop("judged") and not second.pop("judged")
+    assert first.pop("prices") and not second.pop("prices")  # of what is judged
     assert second == first
 
 
