@@ -499,11 +499,14 @@ _SEARCH = [
 
 _COMPILED = "replay/test_compiled_calls.py::test_{}"
 _TIMED = "inductor/test_trial.py::test_{}"
+_BLOCKS_SHARDED = "inductor/test_sharded.py::test_sharded_blocks_of_a_plan_are_compiled[inplace_multiway_newnode]"
 
 #: Calls that Inductor compiles: (file, text, in its place, test).
 _COMPILING = [
     ("auto/block_shares.py", "Limits(self.carried_bytes, self.forward_bytes + room, backward + room, self.offloaded_bytes, lone)", "Limits(2**50, 2**50, 2**50)", _COMPILED.format("the_peak_of_blocks_is_within_their_plan[60%]")),
     ("auto/compiled_menus.py", "backward = needs.carried_bytes - size, needs.backward_bytes - size + kept_on", "backward = needs.carried_bytes, 0", _COMPILED.format("the_peak_of_blocks_is_within_their_plan[90%]")),
+    ("auto/compiled_menus.py", "whole_weights(block._model, ready.captured) if is_sharded(block) else contextlib.nullcontext()", "contextlib.nullcontext()", _BLOCKS_SHARDED),
+    ("auto/compiled_menus.py", "        for there, name, tensor in changed:\n            there[name] = tensor", "        pass", _BLOCKS_SHARDED),
     ("inductor/compiled_call.py", '"fallback_random": True', '"fallback_random": False', _COMPILED.format("a_compiled_step_has_plain_pytorchs_gradients_and_masks[None]")),
     ("inductor/compiled_call.py", "context.fw_metadata.bw_donated_idxs = []", "pass", _COMPILED.format("inductors_code_has_a_second_backward")),
     ("inductor/compiled_call.py", "config.patch(optimize_ddp=False)", "config.patch({})", "inductor/test_sharded.py::test_one_graph_serves_all_buckets_of_ddp"),

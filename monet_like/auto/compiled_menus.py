@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
-from ..capture.captured import Captured
+import torch
+from torch import nn
+
+from ..capture.captured import Captured, TensorMeta
 from ..capture.checks import is_sharded
 from ..capture.example_inputs import materialised
+from ..capture.resident import parts_of
 from ..compiler.prepared import Prepared
 from ..inductor.compiled_call import NotCompiled, menu_for
 from ..inductor.planned_graph import PlannedGraph
@@ -19,6 +24,7 @@ from ..ir.step import Point
 from ..ir.units import Budget
 from ..plan.step.menus import with_copies
 from ..replay.checks.draws import draws_of
+from ..replay.kept_steps import tensor_slots
 from ..runtime.offloaded_calls import LEAST_BYTES
 from .block import BlockCall, BlockSchedule
 from .block_shares import needed_bytes
@@ -38,18 +44,44 @@ def compiled_menu(
         schedules: points of the block's own schedules. A block that turns out not to be compiled follows the one that
             is nearest to the point of its graph.
     """
-    # The weights of a block that is sharded are not there while it is planned.
-    if call.example is None or is_sharded(block) or block.why_not_compiled(ready.captured):
+    if call.example is None or block.why_not_compiled(ready.captured):
         return ()
     args, kwargs = materialised(call.example)
+    settings = GraphSettings(Budget(), quick=True, draws=draws_of(ready.captured))
     try:
-        graphs = menu_for(
-            block._model, args, kwargs, GraphSettings(Budget(), quick=True, draws=draws_of(ready.captured))
-        )
+        with whole_weights(block._model, ready.captured) if is_sharded(block) else contextlib.nullcontext():
+            graphs = menu_for(block._model, args, kwargs, settings)
     except NotCompiled:  # its first call says why
         return ()
     points = [point for graph in graphs for point in _points(graph, ready.captured, held, lone, link)]
     return tuple(_following(point, schedules, ready.captured.program) for point in points)
+
+
+@contextlib.contextmanager
+def whole_weights(module: nn.Module, captured: Captured) -> Iterator[None]:
+    """Within it the parameters of a sharded module that its program reads are as in a forward: whole, here of any
+    content. Quantised ones stay as they are.
+    """
+    slots = tensor_slots(module, captured, "_parameters")
+    made = {
+        id(there[name]): _like(there[name], captured.metas[value])
+        for (there, name), (_, value) in zip(slots, captured.parameters, strict=True)
+        if [*map(type, parts_of(there[name]))] == [torch.Tensor]
+    }
+    every = [(owner._parameters, *entry) for owner in module.modules() for entry in owner._parameters.items()]
+    changed = [(there, name, tensor) for there, name, tensor in every if id(tensor) in made]
+    for there, name, tensor in changed:
+        there[name] = made[id(tensor)]
+    try:
+        yield
+    finally:
+        for there, name, tensor in changed:
+            there[name] = tensor
+
+
+def _like(tensor: torch.Tensor, meta: TensorMeta) -> nn.Parameter:
+    made = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
+    return nn.Parameter(made, requires_grad=tensor.requires_grad)
 
 
 def _points(
