@@ -150,11 +150,15 @@ def compiled_mode(job: Job, model: nn.Module, example: Example) -> Built:
     return Built(module)
 
 
-def compiled_planned(job: Job, model: nn.Module, example: Example) -> Built:
-    """``torch.compile`` with our plan of Inductor's joint graph for the job's budget; planned in the first step."""
+def compiled_planned(job: Job, model: nn.Module, example: Example, *, graphs: bool = False) -> Built:
+    """``torch.compile`` with our plan of Inductor's joint graph for the job's budget; planned in the first step.
+
+    With ``graphs`` as CUDA graphs.
+    """
     from monet_like.inductor.options import compile_options
 
     options = compile_options(job.budget_bytes or 2**50, time_limit_seconds=job.solver_seconds)
+    options["triton.cudagraphs"] = graphs
     module: Any = torch.compile(model, options=options)
     return Built(module)
 
@@ -268,6 +272,9 @@ CONTENDERS: Mapping[str, Contender] = MappingProxyType(
         ),
         "torch.compile planned": Contender(
             compiled_planned, ("80%", "60%", "45%", "30%"), ("45%",), front="inductor", compiles=True, batches="limit"
+        ),
+        "torch.compile planned graphs": Contender(
+            partial(compiled_planned, graphs=True), ("300%", "45%"), (), front="inductor", compiles=True
         ),
         "Rockmate": Contender(rockmate, ("hilp 45%", "rockmate 45%"), ("hilp 45%",)),
         "strategy ogc": Contender(partial(ours, strategy="ogc", mode="normal"), plans=True, batches=""),

@@ -5,13 +5,13 @@
 #
 #   0  tests/gpu, the kernels' GB/s beside copy_, profiles of the models of gpu_check.py, plans for their budgets by the
 #      local search, and their replays beside plain PyTorch
-#   1  torch.compile beside plain PyTorch, checkpointing and ours, in bfloat16 autocast and channels-last
+#   1  torch.compile beside plain PyTorch, checkpointing, ours and our plans in it, in bfloat16 autocast and channels-last
 #   2  LoRA of a Llama of 8B: plans of blocks for 40 to 12 GB beside compiled layers and Liger's kernels
 #   3  part 0's measurements of VGG-16 and the U-Net, with PyTorch's expandable segments and without
 #   4  the zoo's schedules, replayed
 #   5  LoRA of a Llama of 8B with frozen weights on the host, for 57 to 12 GB, beside FSDP2's policy and a swap by hand
-#   6  small steps, which wait for the host: ours with CUDA graphs and without, beside torch.compile with them; what is
-#      reserved counts there: the allocator's peak is without the graphs' pools
+#   6  small steps, which wait for the host: ours with CUDA graphs and without, beside torch.compile with them and our
+#      plans in that; what is reserved counts there: the allocator's peak is without the graphs' pools
 #
 # Each builds csrc first. FOLDER then has the part's tables and rows and a log of each stage, and FOLDER.tar.gz all of it.
 # Parts 1, 2 and 6 go on where they ended if FOLDER is the same. MINUTES (9), PYTHON (python3), SOLUTIONS (a folder of
@@ -73,7 +73,7 @@ case $part in
     measure "$out" "$(left)" ${SOLUTIONS:+--solutions "$SOLUTIONS"} ${MODELS:+--models "$MODELS"} \
       $([[ ${PLANS:-1} == 0 ]] && echo --no-plans)
     ;;
-  1) rivals resnet50,gpt2,vgg16,vit_b_16,unet,mobilenet_v2,nnunet "torch.compile,monet_like,torch.compile budget,checkpoint per block" ;;
+  1) rivals resnet50,gpt2,vgg16,vit_b_16,unet,mobilenet_v2,nnunet "torch.compile,monet_like,torch.compile budget,checkpoint per block,torch.compile planned" ;;
   2) decoder --budgets "${BUDGETS:-40 GB,28 GB,22 GB,18 GB,12 GB}" ;;
   3)
     PYTORCH_ALLOC_CONF=expandable_segments:True measure "$out/expandable" $(($(left) / 2)) --models "${MODELS:-vgg16|unet}"
@@ -81,7 +81,7 @@ case $part in
     ;;
   4) measure "$out" "$(left)" --solutions "${SOLUTIONS:-solutions}" --no-plans ${MODELS:+--models "$MODELS"} ;;
   5) decoder --weights --budgets "${BUDGETS:-57 GB,24 GB,16 GB,12 GB}" ;;
-  6) rivals gpt2_short,resnet18 "torch.compile,monet_like,monet_like graphs" ;;
+  6) rivals gpt2_short,resnet18 "torch.compile,monet_like,monet_like graphs,torch.compile planned graphs" ;;
   *) echo "there is no part $part; give a number from 0 to 6" >&2 && exit 2 ;;
 esac
 tar -czf "$out.tar.gz" -C "$(dirname "$out")" "$(basename "$out")"

@@ -499,6 +499,7 @@ _SEARCH = [
 
 _COMPILED = "replay/test_compiled_calls.py::test_{}"
 _TIMED = "inductor/test_trial.py::test_{}"
+_GRAPHS_OF_INDUCTOR = "without_gpu/test_lowered.py::test_copies_for_cuda_graphs_are_within_the_budget"
 _BLOCKS_SHARDED = "inductor/test_sharded.py::test_sharded_blocks_of_a_plan_are_compiled[inplace_multiway_newnode]"
 
 #: Calls that Inductor compiles: (file, text, in its place, test).
@@ -508,6 +509,8 @@ _COMPILING = [
     ("auto/compiled_menus.py", "whole_weights(block._model, ready.captured) if is_sharded(block) else contextlib.nullcontext()", "contextlib.nullcontext()", _BLOCKS_SHARDED),
     ("auto/compiled_menus.py", "        for there, name, tensor in changed:\n            there[name] = tensor", "        pass", _BLOCKS_SHARDED),
     ("inductor/compiled_call.py", '"fallback_random": True', '"fallback_random": False', _COMPILED.format("a_compiled_step_has_plain_pytorchs_gradients_and_masks[None]")),
+    ("inductor/rehearsal.py", '"compile_threads": 1, "triton.cudagraphs": False', '"compile_threads": 1', _GRAPHS_OF_INDUCTOR),
+    ("inductor/partitioner.py", "[kept])[0] + copied)\n        budget = whole - copied", "[kept])[0])\n        budget = whole", _GRAPHS_OF_INDUCTOR),
     ("inductor/compiled_call.py", "context.fw_metadata.bw_donated_idxs = []", "pass", _COMPILED.format("inductors_code_has_a_second_backward")),
     ("inductor/compiled_call.py", "config.patch(optimize_ddp=False)", "config.patch({})", "inductor/test_sharded.py::test_one_graph_serves_all_buckets_of_ddp"),
     ("inductor/menu.py", "if lacks(graph) <= 0]", "if graph]", _COMPILED.format("a_graph_that_lacks_room_follows_its_schedule")),

@@ -25,8 +25,9 @@ from .menu import MenuReader
 from .options import missing_hook, options_of
 from .planned_graph import PlannedGraph, Settings
 
-#: Options with which random numbers are drawn by PyTorch's own operators.
-_DRAWS = {"fallback_random": True}
+#: Options with which random numbers are drawn by PyTorch's own operators; and without CUDA graphs, whose copies no plan
+#: of a step counts.
+_OPTIONS = {"fallback_random": True, "triton.cudagraphs": False}
 
 
 class NotCompiled(Exception):
@@ -44,7 +45,7 @@ class CompiledCall:
 
     def __init__(self, settings: Settings) -> None:
         self.settings, self._failed = settings, ""
-        self.options = {**options_of(settings), **_DRAWS}
+        self.options = {**options_of(settings), **_OPTIONS}
         self._run = _compiling(self.options)
 
     @property
@@ -110,7 +111,7 @@ def menu_for(
         NotCompiled: there is none.
     """
     reader = MenuReader(settings)
-    options = {**options_of(settings), **_DRAWS, "custom_partitioner_fn": reader}
+    options = {**options_of(settings), **_OPTIONS, "custom_partitioner_fn": reader}
     try:
         _compiling(options)(module, args, kwargs)
     except Exception as error:

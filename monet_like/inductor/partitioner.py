@@ -124,12 +124,13 @@ class PlannedPartitioner(CustomPartitionerFn):
         plain = simulate(program, store_all(program), costs)
         before = self.settings.extra_bytes + self._held_bytes
         step, kept = step_of_calls(program, self.settings.calls), _point(kernels, costs, store_all(program))
-        whole = self.settings.budget.of(peak_of(step, [kept])[0])
-        budget = whole - (before if self.settings.budget.bytes is not None else 0)
+        copied = copied_bytes(kernels)
+        whole = self.settings.budget.of(peak_of(step, [kept])[0] + copied)
+        budget = whole - copied - (before if self.settings.budget.bytes is not None else 0)
         try:
             found, for_one = self._from_file(program, costs) or self._plan_calls(kernels, costs, budget)
         except InfeasibleError as error:
-            raise self._explained(error, before) from None
+            raise self._explained(error, before, copied) from None
         return with_plan(PlannedGraph(program, costs, found, plain, for_one, (), 0, step_bytes=budget), found, kernels)
 
     def _replanned(self, found: PlannedGraph, kernels: Kernels, more: int) -> PlannedGraph:
@@ -192,16 +193,19 @@ class PlannedPartitioner(CustomPartitionerFn):
             gap=settings.gap, threads=torch.get_num_threads(), **more,
         )  # fmt: skip
 
-    def _explained(self, error: InfeasibleError, before: int) -> InfeasibleError:
-        """The error, with what is not this graph's own: ``before`` bytes of the budget."""
-        if not before or self.settings.budget.bytes is None:
+    def _explained(self, error: InfeasibleError, before: int, copied: int) -> InfeasibleError:
+        """The error, with what is not the plan's: ``before`` and ``copied`` bytes of the budget."""
+        graphs = f"what is resident, and what {len(self.graphs)} graph(s) of this model hold that were compiled before"
+        others = {graphs: before, "copies of inputs and incoming gradients for CUDA graphs": copied}
+        if not any(others.values()) or self.settings.budget.bytes is None:
             return error
+        before += copied
         smallest = error.smallest_bytes and error.smallest_bytes + before
         enough = "more" if smallest is None else f"{format_bytes(smallest)} ({smallest} bytes)"
         return InfeasibleError(
-            f"{error}. {format_bytes(before)} of the budget are not for this graph: what is resident, and what "
-            f"{len(self.graphs)} graph(s) of this model hold that were compiled before; give {enough}, or a "
-            'percentage, such as "60%", which each graph has of its own peak',
+            f"{error}. {format_bytes(before)} of the budget are not for this graph: "
+            f"{', '.join(what for what, size in others.items() if size)}; give {enough}, or a percentage, such as "
+            '"60%", which each graph has of its own peak',
             smallest,
             error.step,
             proven=error.proven,
@@ -230,6 +234,14 @@ class PlannedPartitioner(CustomPartitionerFn):
 
 class NotKept(BypassAOTAutogradCache, BypassFxGraphCache):
     """Has PyTorch compile a graph without its caches."""
+
+
+def copied_bytes(kernels: Kernels) -> int:
+    """What CUDA graphs copy, where Inductor makes some: inputs that are no parameters, and incoming gradients."""
+    if kernels.joint.device.type != "cuda" or not inductor.triton.cudagraphs:
+        return 0
+    values, tangents = kernels.program.values, kernels.program.tangents
+    return sum(value.bytes for v, value in enumerate(values) if value.kind == "input" or v in tangents)
 
 
 def _point(kernels: Kernels, costs: Mapping[str, Cost], schedule: Schedule) -> Point:

@@ -33,8 +33,9 @@ SETTINGS: dict[str, Any] = {
     "realize_acc_reads_threshold": 10**6,
     "realize_opcount_threshold": 10**6,
 }
-#: Setting while code is written that is not run: no process may begin to compile kernels.
-_UNRUN = {"compile_threads": 1}
+#: Settings while code is written that is not run: no process may begin to compile kernels, and the code is not cut into
+#: parts for CUDA graphs, in which nothing could be read.
+_UNRUN = {"compile_threads": 1, "triton.cudagraphs": False}
 
 
 #: The first PyTorch that was seen to free an incoming gradient before the backward ends; 2.11 does not.

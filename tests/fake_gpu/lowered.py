@@ -7,6 +7,7 @@ allocator that an answer before had for this share, and ``NAME:0.8 of SHARE`` wi
 ``NAME:alone of SHARE`` has plans alone, nothing of PyTorch's own beside them.
 ``NAME:unfused of SHARE``, ``failing`` and ``swollen`` break fusion in plans, and Inductor's code for them.
 ``NAME:timed of SHARE`` times ways, by a clock on which each takes half as long as the one before; the others time none.
+``NAME:graphs of SHARE`` is captured by Inductor as CUDA graphs.
 
 Inductor lowers, fuses, schedules and writes its code as always; Triton's kernels alone are left out. So the code that
 Inductor writes runs, with its buffers and with PyTorch's own operators, and the allocator sees what it would on a GPU.
@@ -28,6 +29,7 @@ import torch.nn.functional as F
 from brief import FEW, FEWER
 from layers import LAYERS, Made
 from torch import nn
+from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.graph import GraphLowering
@@ -281,6 +283,7 @@ def planned(model: nn.Module, args: tuple[Any, ...], budget_bytes: int) -> dict[
     said = [str(one.message) for one in caught if "the plan is not compared" in str(one.message)]
     told = {"predicted_bytes": graph.peak_bytes, "seconds": graph.seconds, "share": graph.share, "judged": ways}
     told["prices"] = priced
+    told["copied_for_graphs"] = counters["inductor"]["cudagraph_recorded_non_static_inputs"]
     told |= {"found_by": graph.plan.found_by, "timed": _clock[1:]}
     return {**found, **told, "budget_bytes": budget_bytes, "said": said}
 
@@ -331,6 +334,12 @@ def swollen() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(choice, "with_way", larger)
 
 
+def graphs() -> contextlib.AbstractContextManager[Any]:
+    """Within it Inductor makes CUDA graphs."""
+    made: contextlib.AbstractContextManager[Any] = config.patch({"triton.cudagraphs": True})
+    return made
+
+
 @contextlib.contextmanager
 def timed() -> Iterator[None]:
     """Within it up to five ways are timed, however they are priced: see above."""
@@ -349,8 +358,8 @@ def timed() -> Iterator[None]:
 
 #: How many ways are timed at most, and what the clock of `timed` has shown.
 _most_timed, _clock = 1, [1.0]
-#: What is left out or broken, by the word that asks for it.
-BROKEN = {"timed": timed, "alone": alone, "unfused": unfused, "failing": failing, "swollen": swollen}
+#: What is otherwise, left out or broken, by the word that asks for it.
+BROKEN = {"timed": timed, "alone": alone, "unfused": unfused, "failing": failing, "swollen": swollen, "graphs": graphs}
 
 #: The allocator's peaks so far, by what was asked.
 _peaks: dict[str, int] = {}

@@ -120,6 +120,16 @@ def test_the_way_that_is_faster_on_the_device_is_taken_and_timed_once(lowered: L
 
 
 @pytest.mark.slow
+def test_copies_for_cuda_graphs_are_within_the_budget(lowered: Lowered) -> None:
+    """Of the input and of the incoming gradient. What Inductor writes is read as without graphs."""
+    compiled, planned = lowered("gpt2:1.0", "gpt2:graphs of 1.0")
+    assert planned["copied_for_graphs"] == 2
+    copied = 2 * 8 * 1024 * 768 * 2
+    assert planned["predicted_bytes"] + copied <= planned["budget_bytes"] == compiled["peak_bytes"]
+    assert planned["predicted_bytes"] < planned["peak_bytes"] <= planned["predicted_bytes"] + copied
+
+
+@pytest.mark.slow
 def test_lost_fusion_is_seen(lowered: Lowered) -> None:
     compiled, planned = lowered("gated:1.0", "gated:unfused of 1.0")
     assert planned["moved_bytes"] > compiled["moved_bytes"] and planned["kernels"] > compiled["kernels"]
