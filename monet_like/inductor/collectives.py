@@ -16,32 +16,16 @@ import torch
 from torch import fx
 
 from ..errors import UsageError
+from ..runtime.operators import communicates, waits
 
-#: What operators call the group that they communicate in.
-_GROUPS = ("group_name", "group")
 _IN_A_COPY = frozenset({"_c10d_functional::all_reduce", "_c10d_functional::broadcast"})
 #: They receive into a tensor, but do not say so.
 _POINT_TO_POINT = ("isend", "irecv", "batch_p2p_ops")
 
 
-def communicates(node: fx.Node) -> bool:
-    """Whether other processes take part in a call."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    return any(
-        argument.name in _GROUPS and not isinstance(argument.type, torch.IntType)  # group_norm has a number of groups
-        for argument in node.target._schema.arguments
-    )
-
-
-def is_wait(node: fx.Node) -> bool:
-    """Whether it returns the result of a collective once that is there: in the same memory."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name.endswith("::wait_tensor")
-
-
 def is_part(node: fx.Node) -> bool:
     """Whether it only names a result of another node, which makes it: one of several, or one that has arrived."""
-    return node.target is operator.getitem or is_wait(node)
+    return node.target is operator.getitem or waits(node.target)
 
 
 def writes_of(node: fx.Node) -> tuple[fx.Node, ...]:
@@ -61,14 +45,14 @@ def check_collective(node: fx.Node) -> None:
     Raises:
         UsageError: a plan cannot express it.
     """
-    if is_wait(node):
+    if waits(node.target):
         source = node.all_input_nodes[0]
-        if not communicates(source.all_input_nodes[0] if source.target is operator.getitem else source):
+        if not communicates((source.all_input_nodes[0] if source.target is operator.getitem else source).target):
             raise UsageError(
                 f"{node.name} waits for a collective that began outside of this graph, which compile_options cannot "
                 "plan; wait for its result before the compiled part of the model"
             )
-    if not communicates(node):
+    if not communicates(node.target):
         return
     target: torch._ops.OpOverload = node.target  # type: ignore[assignment]
     if target._schema.is_mutable or target._opname in _POINT_TO_POINT:
@@ -76,7 +60,7 @@ def check_collective(node: fx.Node) -> None:
             f"{node.name} communicates in place or with one other process, which compile_options cannot plan; compile "
             "the blocks between such calls"
         )
-    if target.namespace == "_c10d_functional" and not all(map(is_wait, _readers(node))):
+    if target.namespace == "_c10d_functional" and not all(waits(reader.target) for reader in _readers(node)):
         raise UsageError(
             f"{node.name} is a collective whose result is read otherwise than by a wait for this result alone, which "
             "compile_options cannot plan"

@@ -25,8 +25,8 @@ from torch import fx
 
 from ..capture.captured import allocated_bytes
 from ..errors import UsageError
-from ..runtime.operators import is_random
-from .collectives import check_collective, communicates, is_wait
+from ..runtime.operators import communicates, is_random, waits
+from .collectives import check_collective
 from .rewrites import convert_gradients, split_convolutions, without_shapes
 
 #: A result is cheap if its sources have at most so many times its bytes; narrow if they have at least so many.
@@ -222,7 +222,7 @@ def read_joint(module: fx.GraphModule, forward_count: int, static: Collection[in
     outputs = tuple(node if isinstance(node, fx.Node) else None for node in returned)
     backward = _closure((n for n in nodes if n.op == "placeholder" and "tangents" in str(n.target)), lambda n: n.users)
     begun = next((place for place, node in enumerate(nodes) if node in backward and node.op != "placeholder"), None)
-    unread = {node for node in nodes[:begun] if is_wait(node) and not node.users}
+    unread = {node for node in nodes[:begun] if waits(node.target) and not node.users}
     effects = tuple(node for node in nodes if name_of(node) in _EFFECTS or node in unread)
     if not backward.isdisjoint(effects):
         raise UsageError(
@@ -231,7 +231,7 @@ def read_joint(module: fx.GraphModule, forward_count: int, static: Collection[in
         )
     needed = (node for node in (*outputs[:forward_count], *effects) if node is not None)
     forward = _closure(needed, lambda n: n.all_input_nodes)
-    backward |= _closure((node for node in nodes if communicates(node) and node not in forward), lambda n: n.users)
+    backward |= _closure((n for n in nodes if communicates(n.target) and n not in forward), lambda n: n.users)
     written = [node.args[0] for node in effects if name_of(node) == "aten::copy_"]
     changed = _closure(written, lambda n: [user for user in n.users if is_view(user)])
     devices = [t.device for node in nodes for t in tensors_of(node.meta.get("val"))]
@@ -316,7 +316,7 @@ def _with_items(joint: Joint, nodes: list[fx.Node]) -> Joint:
         if is_view(node):
             made_from[node], lengths[node] = sources, length
         elif not is_elementwise(node):
-            if node not in joint.effects or is_wait(node):
+            if node not in joint.effects or waits(node.target):
                 items.add(node)
         else:
             own, total = joint.bytes_of(node), sum(sources.values())

@@ -12,7 +12,8 @@ from torch import fx
 from ..capture.captured import look_of
 from ..errors import UsageError
 from ..ir.program import Program, Runs, Task, Value, ValueKind
-from .collectives import communicates, is_part, writes_of
+from ..runtime.operators import communicates
+from .collectives import is_part, writes_of
 from .in_place import with_takeovers
 from .joint import NARROW, Joint, Kernel, draws, is_elementwise, is_view, readers, reads_memory, walk
 from .rewrites import is_conversion
@@ -145,7 +146,7 @@ class _Builder:
         Such is the weight gradient of a linear layer with more features than the batch has rows.
         """
         task, kernel = way
-        if not all(_is_returned(node) for node in kernel.writes) or (kernel.root and communicates(kernel.root)):
+        if not all(_is_returned(node) for node in kernel.writes) or (kernel.root and communicates(kernel.root.target)):
             return False
         given = sum(self.values[v].bytes for v in task.reads if self.values[v].kind != "parameter")
         return NARROW * given <= sum(self.values[v].bytes for v in task.writes)
@@ -169,7 +170,7 @@ class _Builder:
                 f"{root.name} of the backward reads {next(iter(touched)).name}, which the forward overwrites; "
                 "compile_options cannot plan this model"
             )
-        if draws(root) or communicates(root) or touched:
+        if draws(root) or communicates(root.target) or touched:
             runs = "first"
         elif root not in joint.forward and root not in joint.backward:
             given = sum(self.values[v].bytes for v in reads if self.values[v].kind == "forward")

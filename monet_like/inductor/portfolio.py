@@ -17,7 +17,8 @@ from torch import fx
 from ..ir.program import Cost
 from ..profile.roofline import seconds_of as seconds_by_rates
 from ..profile.work import Operation
-from .collectives import communicates, is_wait, writes_of
+from ..runtime.operators import communicates, waits
+from .collectives import writes_of
 from .joint import Kernel, draws, is_generated, is_view
 from .prices import Device, measured_cost, price_of, with_strides
 from .rehearsal import Rehearsed, rehearsed
@@ -60,7 +61,7 @@ def own_partitions(
         module: it is not changed.
         inputs, options: as Inductor gives them to a partitioner.
     """
-    if any(communicates(node) for node in module.graph.nodes):
+    if any(communicates(node.target) for node in module.graph.nodes):
         return
     known = []
     shares = {torch._functorch.config.activation_memory_budget, *SHARES}
@@ -93,7 +94,7 @@ def is_called(node: fx.Node) -> bool:
     """Whether Inductor calls PyTorch's operator; a plan's own operators are none of them, and become no calls."""
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace == "monet_like_inductor":
         return False
-    return not is_generated(node) and not is_view(node) and not is_wait(node)
+    return not is_generated(node) and not is_view(node) and not waits(node.target)
 
 
 def called_costs(partition: Partition, device: Device, measured: bool) -> tuple[dict[str, Cost], float]:

@@ -18,7 +18,8 @@ from ..profile.measure import allocated_peak, seconds_of
 from ..profile.rates import limits_like, measured_limits
 from ..profile.roofline import seconds_of as seconds_by_rates
 from ..profile.work import Operation, Operations
-from .collectives import begins_as_copy, communicates
+from ..runtime.operators import communicates
+from .collectives import begins_as_copy
 from .joint import Kernel, name_of, tensors_of
 from .kernels import Kernels
 
@@ -78,7 +79,7 @@ def _copied_bytes(node: fx.Node) -> int:
 
     Such are every second element of a row, and the gradient of a sum: one element that is expanded.
     """
-    if communicates(node) and not begins_as_copy(node):
+    if communicates(node.target) and not begins_as_copy(node):
         given = tensors_of([argument.meta["val"] for argument in node.all_input_nodes])
         return sum(t.numel() * t.element_size() for t in given if not t.is_contiguous())
     if name_of(node) not in _PRODUCTS:
@@ -140,7 +141,7 @@ def measured_cost(root: fx.Node, writes: Sequence[fx.Node], device: Device) -> C
     key = f"{device.device}, {torch.get_num_threads()}: {root.target} {arguments} {_bytes(writes)}"
     if key not in MEASURED:
         small = _bytes((*root.all_input_nodes, *writes)) <= MOST_MEASURED_BYTES
-        MEASURED[key] = _measured(root, writes, device) if small and not communicates(root) else None
+        MEASURED[key] = _measured(root, writes, device) if small and not communicates(root.target) else None
     return MEASURED[key]
 
 

@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ..ir.units import format_seconds
 from ..profile.measure import seconds_of
+from ..runtime.operators import communicates
 from ..runtime.out_of_memory import silent
-from .collectives import communicates
 from .joint import is_generated, is_view, name_of, viewed
 from .planned_graph import PlannedGraph
 from .portfolio import Partition
@@ -146,7 +146,7 @@ def why_untimed(graph: fx.Graph) -> str:
         if node.op != "call_function" or is_view(node):
             continue
         name = name_of(node)
-        if communicates(node):
+        if communicates(node.target):
             return f"{name} communicates"
         known_call = name in _CALLED or name.startswith((_ATTENTION, "monet_like")) or node.target in _DRAWS
         if name and not (is_generated(node) or known_call):

@@ -20,6 +20,8 @@ from .questions import ASK, SIZED, ask, sized
 #: Operators that cuDNN may refuse, and what csrc/cudnn says then.
 BY_ALGORITHM = frozenset(f"{NAMESPACE}.{name}.default" for name in CUDNN)
 _REFUSAL = "is not to be had for these shapes"
+#: What operators call the group that they communicate in, which is a name or an object; ``group_norm`` has a number.
+_GROUPS = ("group_name", "group", "process_group")
 
 
 def get_rng_state(device: str) -> torch.Tensor:
@@ -155,6 +157,18 @@ def is_random(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     names = [argument.name for argument in operator._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     return "dropout_p" not in names or bool(given.get("dropout_p", 0.0) != 0.0)
+
+
+@cache
+def communicates(operator: Any) -> bool:
+    """Whether other processes take part in a call: an operator of PyTorch that is given their group."""
+    arguments = operator._schema.arguments if isinstance(operator, torch._ops.OpOverload) else ()
+    return any(a.name in _GROUPS and not isinstance(a.type, torch.IntType) for a in arguments)
+
+
+def waits(operator: Any) -> bool:
+    """Whether it returns the result of a collective once that is there: in the same memory."""
+    return isinstance(operator, torch._ops.OpOverload) and operator._schema.name.endswith("::wait_tensor")
 
 
 def overload(name: str) -> Any:

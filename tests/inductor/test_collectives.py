@@ -24,10 +24,10 @@ import monet_like
 from monet_like.capture.lower.step import capture
 from monet_like.errors import CaptureError, InfeasibleError, UsageError
 from monet_like.export.graph_plans import _run_as_it_is
-from monet_like.inductor.collectives import communicates
 from monet_like.inductor.planned_graph import PlannedGraph
 from monet_like.inductor.portfolio import own_partitions
 from monet_like.inductor.rehearsal import RELEASES_GRADIENTS
+from monet_like.runtime.operators import communicates
 from monet_like.torch_versions import release
 
 WIDTH, HEADS = 64, 4
@@ -78,7 +78,7 @@ def alone() -> Iterator[None]:
 
 def collectives(graph: fx.Graph) -> list[str]:
     """The names of a graph's collectives, without their groups of kernels."""
-    return [node.name.partition("_of_group")[0] for node in graph.nodes if communicates(node)]
+    return [node.name.partition("_of_group")[0] for node in graph.nodes if communicates(node.target)]
 
 
 class Noted:
@@ -135,7 +135,7 @@ def test_no_collective_runs_for_measuring(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("monet_like.inductor.prices.MEASURED", {})
     monkeypatch.setattr("monet_like.inductor.prices._measured", lambda node, *_: run.append(node))
     step(Noted(parallel(layers()), "100%", monkeypatch, measured=True).model)
-    assert run and not any(map(communicates, run))
+    assert run and not any(communicates(node.target) for node in run)
 
 
 class Communicated(torch.autograd.Function):
@@ -302,10 +302,31 @@ class Applied(nn.Module):
         return x + self.operation(x)
 
 
+def _turned(x: torch.Tensor) -> torch.Tensor:
+    """As DTensor moves its shards from one dimension to another: no operator of functional collectives."""
+    return torch.ops._dtensor.shard_dim_alltoall(x.detach(), 0, 1, "0").reshape(x.shape)
+
+
 @pytest.mark.usefixtures("alone")
-def test_a_schedule_of_operators_is_refused() -> None:
-    with pytest.raises(CaptureError, match=r"communicates with other processes.*compile_options"):
-        capture(Sharded(), (batch(),))
+def test_a_plan_has_what_dtensors_call_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted = Noted(nn.Sequential(nn.Linear(WIDTH, WIDTH), Applied(_turned)), "100%", monkeypatch)
+    step(noted.model)
+    assert noted.parts == [noted.joint, []] == [["shard_dim_alltoall"], []]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("operator", "operation"),
+    [
+        ("all_reduce", lambda x: functional.all_reduce(x.detach(), "sum", dist.group.WORLD) * 1),
+        ("shard_dim_alltoall", _turned),
+        ("wait_tensor", lambda x: torch.ops._c10d_functional.wait_tensor(x.detach().clone())),
+    ],
+)
+def test_a_schedule_of_operators_is_refused(operator: str, operation: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Applied(operation))
+    with pytest.raises(CaptureError, match=rf"{operator}.* communicates with other processes.*compile_options"):
+        capture(model, (batch(),))
 
 
 def _gradients(model: nn.Module) -> list[torch.Tensor]:

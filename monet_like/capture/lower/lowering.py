@@ -13,6 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...errors import CaptureError
 from ...ir.program import Call, Program, Ref, Task
+from ...ops.sync_batch_norm import COMMUNICATING
+from ...runtime.operators import communicates, waits
 from ..annotations import called_in_place, is_held, layer_of, mark_of
 from ..captured import Captured, Tensor, TensorMeta
 from ..constants import Constants
@@ -155,10 +157,11 @@ class Lowering(Values):
             return
         if not isinstance(node.target, torch._ops.OpOverload):
             raise CaptureError(f"{node.target} at {_user_line(node)} is not an ATen operator and cannot be scheduled")
-        if node.target.namespace == "_c10d_functional":
+        if (communicates(node.target) or waits(node.target)) and str(node.target) not in COMMUNICATING:
             raise CaptureError(
                 f"{node.target} at {_user_line(node)} communicates with other processes, which a schedule would do "
-                "again where it recomputes; plan the parts between such calls, or all by monet_like.compile_options"
+                "again where it recomputes; plan the parts between such calls, or all by monet_like.compile_options, "
+                "which runs each collective that makes new tensors once"
             )
         if node.target is _CUDNN_LAYERS:
             raise CaptureError(

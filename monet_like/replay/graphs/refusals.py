@@ -22,7 +22,6 @@ _REFUSED = {
     "monet_like.send": "offloads to the host",
     "monet_like.fetch": "offloads to the host",
     "monet_like.sync": "exchanges statistics between processes",
-    "c10d.": "communicates between processes",
 }
 
 _BACKENDS: Any = torch.backends
