@@ -21,8 +21,8 @@ from ..capture.resident import parts_of
 from ..capture.trees import tensors_of
 from ..errors import MonetError, UsageError
 from ..runtime.offloaded_calls import KeepingSaved, OffloadedCalls, hooks_are_free
-from .menu import MenuReader
 from .options import missing_hook, options_of
+from .partitioner import MenuReader
 from .planned_graph import PlannedGraph, Settings
 
 #: Options with which random numbers are drawn by PyTorch's own operators; and without CUDA graphs, whose copies no plan

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -21,19 +21,17 @@ from ..plan import store_all
 from ..plan.result import Plan
 from ..profile.devices import device_name
 from ..profile.settings import settings_digest
+from .handed import Handed
 from .passes import code_digest
 from .planned_graph import PlannedGraph, graph_key
 from .portfolio import Way
 
-FORMAT, VERSION = "monet_like compiled graph", 2
-
-Kept = TypeVar("Kept")
-Made = TypeVar("Made")
+FORMAT, VERSION = "monet_like compiled graph", 3
 
 
 @dataclass(frozen=True)
 class KeptGraph:
-    """The content of a file: a `PlannedGraph` without what its program says.
+    """A `PlannedGraph` without what its program says.
 
     Attributes:
         costs: seconds and workspace bytes of kernels.
@@ -53,10 +51,7 @@ class KeptGraph:
     def of(graph: PlannedGraph) -> KeptGraph:
         """That of a plan."""
         costs = {key: (cost.seconds, cost.workspace_bytes) for key, cost in graph.costs.items()}
-        return KeptGraph(
-            graph.schedule, costs, graph.budget_bytes, graph.step_bytes, graph.saved, graph.saved_bytes,
-            graph.movable, graph.fused_within, graph.way,
-        )  # fmt: skip
+        return KeptGraph(graph.schedule, costs, **_others(graph))
 
     def planned(self, program: Program) -> PlannedGraph:
         """The plan of a program.
@@ -67,55 +62,17 @@ class KeptGraph:
         costs = {key: Cost(*cost) for key, cost in self.costs.items()}
         plan = Plan(self.schedule, simulate(program, self.schedule, costs), "feasible", found_by="cache")
         plain = simulate(program, store_all(program), costs)
-        return PlannedGraph(
-            program, costs, plan, plain, self.budget_bytes, self.saved, self.saved_bytes, self.movable,
-            step_bytes=self.step_bytes, fused_within=self.fused_within, way=self.way,
-        )  # fmt: skip
-
-    def save(self, path: Path) -> None:
-        """Write the file, whole or not at all."""
-        write_with_digest(path, {"format": FORMAT, "version": VERSION, **asdict(self)})
+        return PlannedGraph(program, costs, plan, plain, **_others(self))
 
 
-def path_of(program: Program, device: torch.device, decides: tuple[Any, ...]) -> Path:
-    """The file of a graph's plan on a device, with its present settings and versions, and Inductor's.
-
-    Args:
-        decides: all else that the plan depends on, as plain data.
-    """
-    inductor = torch._inductor.config.save_config_portable()
-    settings = sorted((name, value) for name, value in inductor.items() if not callable(value))
-    key = (
-        VERSION, code_digest(), graph_key(program), decides, device_name(device), settings_digest(device),
-        torch._functorch.config.activation_memory_budget, settings,
-    )  # fmt: skip
-    return cache_folder() / f"graph_{hashlib.sha256(repr(key).encode()).hexdigest()[:24]}.json"
-
-
-def find(path: Path, program: Program) -> PlannedGraph | None:
-    """The plan in a file; None if there is none, with a warning where the file is damaged."""
-    return _found(path, KeptGraph, lambda kept: kept.planned(program))
-
-
-def _found(path: Path, kind: type[Kept], planned: Callable[[Kept], Made]) -> Made | None:
-    if not path.exists():
-        return None
-    try:
-        return planned(read_with_digest(path, kind, "plan of a graph", FORMAT, VERSION))
-    except (ScheduleFileError, ScheduleError, LookupError) as error:
-        warn_caller(f"a compiled graph is planned anew: {error}")
-        return None
-
-
-def keep_graph(path: Path, graph: PlannedGraph) -> None:
-    """Keep a plan, unless its search was interrupted."""
-    if not graph.plan.interrupted:
-        keep(KeptGraph.of(graph), path)
+def _others(graph: PlannedGraph | KeptGraph) -> dict[str, Any]:
+    """What a graph and its file have alike."""
+    return {each.name: getattr(graph, each.name) for each in fields(KeptGraph)[2:]}
 
 
 @dataclass(frozen=True)
-class KeptMenu:
-    """The menu of a graph in a file."""
+class KeptGraphs:
+    """A file: the plan of a graph, or its menu."""
 
     graphs: tuple[KeptGraph, ...]
 
@@ -124,11 +81,35 @@ class KeptMenu:
         write_with_digest(path, {"format": FORMAT, "version": VERSION, **asdict(self)})
 
 
-def find_menu(path: Path, program: Program) -> tuple[PlannedGraph, ...] | None:
-    """The menu in a file; None if there is none, with a warning where the file is damaged."""
-    return _found(path, KeptMenu, lambda kept: tuple(graph.planned(program) for graph in kept.graphs))
+def path_of(handed: Handed, decides: tuple[Any, ...]) -> Path:
+    """The file of a graph's plan or menu on its device, with the present settings and versions, and Inductor's.
+
+    Args:
+        decides: all else that the content depends on, as plain data.
+    """
+    device = handed.kernels.joint.device
+    inductor = torch._inductor.config.save_config_portable()
+    settings = sorted((name, value) for name, value in inductor.items() if not callable(value))
+    key = (
+        VERSION, code_digest(), graph_key(handed.program), decides, device_name(device), settings_digest(device),
+        torch._functorch.config.activation_memory_budget, settings,
+    )  # fmt: skip
+    return cache_folder() / f"graph_{hashlib.sha256(repr(key).encode()).hexdigest()[:24]}.json"
 
 
-def keep_menu(path: Path, graphs: Sequence[PlannedGraph]) -> None:
-    """Keep a menu."""
-    keep(KeptMenu(tuple(map(KeptGraph.of, graphs))), path)
+def find(path: Path, program: Program) -> tuple[PlannedGraph, ...]:
+    """What is in a file; nothing if there is none, with a warning where the file is damaged."""
+    if not path.exists():
+        return ()
+    try:
+        kept = read_with_digest(path, KeptGraphs, "plan of a graph", FORMAT, VERSION)
+        return tuple(graph.planned(program) for graph in kept.graphs)
+    except (ScheduleFileError, ScheduleError, LookupError) as error:
+        warn_caller(f"a compiled graph is planned anew: {error}")
+        return ()
+
+
+def keep_graphs(path: Path, graphs: Sequence[PlannedGraph]) -> None:
+    """Keep a plan or a menu, unless its search was interrupted."""
+    if not any(graph.plan.interrupted for graph in graphs):
+        keep(KeptGraphs(tuple(map(KeptGraph.of, graphs))), path)

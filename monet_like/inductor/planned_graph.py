@@ -8,6 +8,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from ..ir.defaults import SOLVER
 from ..ir.program import Cost, Program
 from ..ir.schedule import Schedule
@@ -59,6 +61,14 @@ class Settings:
     gap: float = 0.01
     limits: Limits | None = None
     draws: int | None = None
+
+    @property
+    def search(self) -> dict[str, Any]:
+        """Options of `monet_like.plan.plan` and `monet_like.plan.step.menus.menu`."""
+        return {
+            "solver": self.solver, "strategy": "heuristic" if self.quick else "milp",
+            "time_limit_seconds": self.time_limit_seconds, "gap": self.gap, "threads": torch.get_num_threads(),
+        }  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -97,31 +97,30 @@ def is_called(node: fx.Node) -> bool:
     return not is_generated(node) and not is_view(node) and not waits(node.target)
 
 
-def called_costs(partition: Partition, device: Device, measured: bool) -> tuple[dict[str, Cost], float]:
+def called_costs(partition: Partition, device: Device) -> tuple[dict[str, Cost], float]:
     """Costs of PyTorch's operators that Inductor calls, by the names of their nodes, and their seconds in all."""
     found: dict[str, Cost] = {}
     seconds = 0.0
     for part in partition:
         for node in filter(is_called, part.graph.nodes):
             kernel = Kernel(node, tuple(node.all_input_nodes), (), writes_of(node))
-            found[node.name] = price_of(kernel, node, device, measured=measured)
+            found[node.name] = price_of(kernel, node, device)
             seconds += found[node.name].seconds
     return found, seconds
 
 
-def judged(share: float | None, partition: Partition, forward_count: int, device: Device, *, measured: bool) -> Way:
+def judged(share: float | None, partition: Partition, forward_count: int, device: Device) -> Way:
     """Have Inductor write a partition's code, and price it.
 
     Args:
         forward_count: how many results of the forward are the model's.
-        measured: see `monet_like.inductor.prices.prices`.
     """
-    costs, seconds = called_costs(partition, device, measured)
+    costs, seconds = called_costs(partition, device)
 
     def workspace(call: fx.Node, strides: Sequence[tuple[int, ...]]) -> int:
         if call.name not in costs:
             return 0
-        changed = with_strides(call, strides) if measured else None
+        changed = with_strides(call, strides) if device.measured else None
         cost = measured_cost(changed, writes_of(call), device) if changed is not None else None
         return max(known.workspace_bytes for known in (costs[call.name], cost) if known is not None)
 

@@ -33,28 +33,28 @@ TIMED_CALLS, ENOUGH_SECONDS = 2, 0.02
 
 @dataclass(frozen=True)
 class Device:
-    """A device and its rates."""
+    """A device, its rates, and whether costs are measured there.
+
+    Attributes:
+        measured: run what Inductor does not generate once for its workspace and twice for its time, if this process has
+            not done so before; else all is estimated from the rates, and workspaces are taken to be 0. What Inductor
+            copies is counted in any case.
+    """
 
     device: torch.device
     limits: DeviceLimits
+    measured: bool
 
 
 @lru_cache
 def device_of(device: torch.device, measured: bool) -> Device:
-    """The rates of a device: measured here, or those of its datasheet."""
+    """A device and its rates: measured here, or those of its datasheet."""
     with unset_fake_temporarily():
-        return Device(device, measured_limits(device) if measured else limits_like(device))
+        return Device(device, measured_limits(device) if measured else limits_like(device), measured)
 
 
-def prices(kernels: Kernels, *, measured: bool) -> dict[str, Cost]:
-    """The cost of every kernel, by its task's key.
-
-    Args:
-        measured: run what Inductor does not generate once for its workspace and twice for its time, if this process has
-            not done so before; else all is estimated from the device's rates, and workspaces are taken to be 0. What
-            Inductor copies is counted in any case.
-    """
-    device = device_of(kernels.joint.device, measured)
+def prices(kernels: Kernels, device: Device) -> dict[str, Cost]:
+    """The cost of every kernel, by its task's key."""
     found: dict[str, Cost] = {}
     tasks = zip(kernels.program.tasks, kernels.tasks, strict=True)
     slots = (
@@ -62,13 +62,13 @@ def prices(kernels: Kernels, *, measured: bool) -> dict[str, Cost]:
     )
     for task, kernel in (*tasks, *slots):
         if task.cost and task.cost not in found and kernel is not None and kernel.root is not None:
-            found[task.cost] = price_of(kernel, kernel.root, device, measured=measured)
+            found[task.cost] = price_of(kernel, kernel.root, device)
     return found
 
 
-def price_of(kernel: Kernel, root: fx.Node, device: Device, *, measured: bool) -> Cost:
-    """The cost of a kernel that writes ``root``, as `prices` has it."""
-    cost = measured_cost(root, kernel.writes, device) if measured and not kernel.generated else None
+def price_of(kernel: Kernel, root: fx.Node, device: Device) -> Cost:
+    """The cost of a kernel that writes ``root``."""
+    cost = measured_cost(root, kernel.writes, device) if device.measured and not kernel.generated else None
     cost = cost or _estimated(kernel, device.limits)
     return replace(cost, workspace_bytes=max(cost.workspace_bytes, _copied_bytes(root)))
 

@@ -38,7 +38,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from monet_like.capture.captured import allocated_bytes
 from monet_like.export.graph_plans import plan_model
-from monet_like.inductor import choice, prices, rehearsal, trial
+from monet_like.inductor import choice, handed, prices, rehearsal, trial
 from monet_like.inductor.emission import Run
 from monet_like.inductor.groups import arranged_runs
 from monet_like.inductor.joint import Kernel
@@ -274,7 +274,7 @@ def planned(model: nn.Module, args: tuple[Any, ...], budget_bytes: int) -> dict[
     options = compile_options(budget_bytes, quick=True)
     with (
         timed_by_rates(),
-        mock.patch.object(choice, "judged", judge),
+        mock.patch.object(handed, "judged", judge),
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")
@@ -290,7 +290,7 @@ def planned(model: nn.Module, args: tuple[Any, ...], budget_bytes: int) -> dict[
 
 def filed(model: nn.Module, args: tuple[Any, ...], budget_bytes: int) -> dict[str, Any]:
     """What a file has of a plan for a budget, and what the schedule in it needs; Inductor writes larger code for it."""
-    with swollen(), mock.patch.object(choice, "own_partitions", return_value=[]):
+    with swollen(), mock.patch.object(handed, "own_partitions", return_value=[]):
         (graph,) = plan_model(model, (args, {}), compile_options(budget_bytes, quick=True, measured=False))
     report = simulate(graph.program, graph.schedule, graph.costs)
     return {**vars(GraphDecisions.of(graph)), "needed_bytes": report.peak_bytes}
@@ -302,12 +302,12 @@ def unfused() -> contextlib.AbstractContextManager[Any]:
     def alone(*args: Any) -> tuple[list[Run], ...]:
         return tuple([replace(run, group=k) for k, run in enumerate(runs)] for runs in arranged_runs(*args))
 
-    return mock.patch.multiple(choice, arranged_runs=alone, own_partitions=lambda *_: [])
+    return mock.patch.multiple(handed, arranged_runs=alone, own_partitions=lambda *_: [])
 
 
 def alone() -> contextlib.AbstractContextManager[Any]:
     """Within it nothing stands beside plans."""
-    return mock.patch.object(choice, "own_partitions", return_value=[])
+    return mock.patch.object(handed, "own_partitions", return_value=[])
 
 
 def failing() -> contextlib.AbstractContextManager[Any]:
@@ -324,14 +324,14 @@ def failing() -> contextlib.AbstractContextManager[Any]:
 
 def swollen() -> contextlib.AbstractContextManager[Any]:
     """Within it Inductor's code for a plan needs more memory than there is, and no time."""
-    with_way = choice.with_way
+    with_way = handed.with_way
 
     def larger(graph: PlannedGraph, way: Way) -> PlannedGraph:
         if way.share is None:
             way = replace(way, seconds=0.0, rehearsed=replace(way.rehearsed, forward_bytes=2**40))
         return with_way(graph, way)
 
-    return mock.patch.object(choice, "with_way", larger)
+    return mock.patch.object(handed, "with_way", larger)
 
 
 def graphs() -> contextlib.AbstractContextManager[Any]:

@@ -31,7 +31,7 @@ from monet_like.runtime.operators import communicates
 from monet_like.torch_versions import release
 
 WIDTH, HEADS = 64, 4
-choice = Later("monet_like.inductor.choice")
+handed = Later("monet_like.inductor.handed")
 
 
 class Layer(nn.Module):
@@ -95,7 +95,7 @@ class Noted:
         self.options = monet_like.compile_options(budget, quick=True, measured=measured)
         self.joint: list[str] = []
         self.parts: list[list[str]] = []
-        read = choice.read_joint
+        read = handed.read_joint
 
         def noted(module: fx.GraphModule, *given: Any) -> Any:
             self.joint = collectives(module.graph)
@@ -106,7 +106,7 @@ class Noted:
             self.parts.append(collectives(module.graph))
             return _run_as_it_is(module, inputs, **options)
 
-        monkeypatch.setattr("monet_like.inductor.choice.read_joint", noted)
+        monkeypatch.setattr("monet_like.inductor.handed.read_joint", noted)
         self.model: Any = torch.compile(model, backend=uncompiled(self.options, run), dynamic=False)
 
     @property
@@ -300,6 +300,20 @@ class Applied(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.operation(x)
+
+
+@pytest.mark.parametrize(
+    ("operator", "wanted"),
+    [
+        (torch.ops._c10d_functional.all_reduce.default, True),
+        (torch.ops.c10d.allreduce_.default, True),
+        (torch.ops._c10d_functional.wait_tensor.default, False),
+        (torch.ops.aten.native_group_norm.default, False),
+        (torch.add, False),
+    ],
+)
+def test_who_is_given_a_group_of_processes_communicates(operator: Any, wanted: bool) -> None:
+    assert communicates(operator) is wanted
 
 
 def _turned(x: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch import nn
 
 import monet_like
 from benchmarks.unrun_kernels import unrun_kernels
-from monet_like.inductor import choice, emission, groups, prices
+from monet_like.inductor import emission, groups, handed, prices
 from monet_like.inductor.emission import Run
 from monet_like.models.decoders import Decoder, Shape
 from monet_like.replay.verify.steps import step_peak, train_step
@@ -279,7 +279,7 @@ def test_a_scatter_that_inductor_calls_pytorch_for_is_planned_as_a_call(threads:
 def test_parts_of_a_concatenation_are_written_to_their_place_where_there_is_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kept, apart = choice.runs_of, list[int]()
+    kept, apart = handed.runs_of, list[int]()
 
     def over(room: int) -> int:
         """By how much a step needs more than its plan if kernels may use so much more."""
@@ -289,7 +289,7 @@ def test_parts_of_a_concatenation_are_written_to_their_place_where_there_is_room
             apart.append(sum(len(run.apart) for runs in made for run in runs))
             return made
 
-        monkeypatch.setattr(choice, "runs_of", roomy)
+        monkeypatch.setattr(handed, "runs_of", roomy)
         found, graph = peaks(*made("attention"), "100%", False)
         return found - graph.peak_bytes
 
@@ -309,7 +309,7 @@ def test_a_step_with_the_least_memory_needs_what_its_plan_says(monkeypatch: pyte
 
 
 def test_fusion_across_groups_needs_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = choice.runs_of
+    kept = handed.runs_of
 
     def together(*args: Any) -> tuple[list[Run], ...]:
         """All neighbouring generated kernels in one group, whatever they need."""
@@ -329,7 +329,7 @@ def test_fusion_across_groups_needs_more(monkeypatch: pytest.MonkeyPatch) -> Non
 
     assert abs(over()) <= SCALARS
     with monkeypatch.context() as patch:
-        patch.setattr(choice, "runs_of", together)
+        patch.setattr(handed, "runs_of", together)
         assert over() > SCALARS
     with monkeypatch.context() as patch:  # groups are kept in fusion, and lost in C++
         patch.setattr(groups, "_write_after", lambda ends: None)

@@ -18,7 +18,7 @@ from torch import nn
 
 import monet_like
 from monet_like.files import cache_folder
-from monet_like.inductor import choice
+from monet_like.inductor import handed
 from monet_like.ir.json_fields import digest_of_fields
 
 
@@ -89,10 +89,10 @@ def test_damaged_files_are_planned_anew(damage: str) -> None:
     for path in (files := [*cache_folder().glob("graph_*.json")]):
         content = json.loads(path.read_text())
         if damage == "larger":  # a bit has changed
-            content["saved_bytes"] += 1
+            content["graphs"][0]["saved_bytes"] += 1
         elif damage == "shorter":  # it is of another graph
             del content["sha256"]
-            content["schedule"]["forward"].pop()
+            content["graphs"][0]["schedule"]["forward"].pop()
             content["sha256"] = digest_of_fields(content)
         path.write_text(json.dumps(content) if damage in ("larger", "shorter") else damage)
     with pytest.warns(UserWarning, match="a compiled graph is planned anew: "):
@@ -102,13 +102,13 @@ def test_damaged_files_are_planned_anew(damage: str) -> None:
 
 def started_twice() -> list[dict[str, Any]]:
     """Two starts; in the second one every kernel is in a group of its own, with the same plans."""
-    runs_of: Callable[..., Any] = choice.runs_of
+    runs_of: Callable[..., Any] = handed.runs_of
 
     def apart(*args: Any) -> Any:
         return tuple([replace(run, group=100 + k) for k, run in enumerate(runs)] for runs in runs_of(*args))
 
     found = [started(compiles=True)]
-    choice.runs_of = apart
+    handed.runs_of = apart
     return [*found, started(compiles=True)]
 
 

@@ -10,7 +10,7 @@ from compiled import planned
 from torch import nn
 
 from monet_like.capture.lower.step import capture
-from monet_like.inductor import joint, partitioner, prices, rewrites
+from monet_like.inductor import handed, joint, prices, rewrites
 from monet_like.inductor.planned_graph import PlannedGraph
 from monet_like.ir.program import Cost
 from monet_like.profile.devices import DEVICES
@@ -60,14 +60,14 @@ def test_estimates_for_a_gpu_are_those_of_eager_plans(monkeypatch: pytest.Monkey
     model, x = net()
     found: list[tuple[str, float]] = []
 
-    def noted(kernels: Any, **settings: Any) -> dict[str, Cost]:
-        costs = prices.prices(kernels, **settings)
+    def noted(kernels: Any, device: prices.Device) -> dict[str, Cost]:
+        costs = prices.prices(kernels, device)
         ways = (*kernels.program.tasks, *(ways[0] for ways in kernels.program.slots))
         found.extend((way.name, costs[way.cost].seconds) for way in ways if way.cost)
         return costs
 
-    monkeypatch.setattr(partitioner, "prices", noted)
-    monkeypatch.setattr(prices, "device_of", lambda device, _: prices.Device(device, DEVICES["h100"]))
+    monkeypatch.setattr(handed, "prices", noted)
+    monkeypatch.setattr(handed, "device_of", lambda device, _: prices.Device(device, DEVICES["h100"], False))
     planned(model, (x,))
     captured = admitted(capture(model, (x,), {}), "normal")
     costs = roofline(captured, DEVICES["h100"])

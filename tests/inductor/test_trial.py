@@ -16,10 +16,11 @@ from torch.nn import functional as F
 
 import monet_like
 from monet_like.inductor import trial
-from monet_like.inductor.choice import Handed, handed_over, partition_of
-from monet_like.inductor.menu import MenuFound, MenuReader, menu_of
+from monet_like.inductor.handed import Handed, handed_over
+from monet_like.inductor.menu import menu_of
+from monet_like.inductor.partitioner import MenuFound, MenuReader
 from monet_like.inductor.planned_graph import PlannedGraph, Settings, with_way
-from monet_like.inductor.portfolio import Way, own_partitions
+from monet_like.inductor.portfolio import Way
 from monet_like.inductor.rehearsal import SETTINGS as SETTINGS_OF_PLANS
 from monet_like.inductor.rehearsal import Rehearsed
 from monet_like.ir.units import Budget
@@ -35,7 +36,7 @@ class _Using(MenuReader):
         self.use, self.result = use, None
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
-        self.result = self.use(handed_over(gm, joint_inputs, kwargs, None))
+        self.result = self.use(handed_over(gm, joint_inputs, kwargs, SETTINGS))
         raise MenuFound
 
 
@@ -73,8 +74,8 @@ def block() -> tuple[Block, tuple[torch.Tensor, torch.Tensor]]:
 def timed_ways(handed: Handed) -> list[float]:
     """Seconds of PyTorch's partitions and of a plan."""
     count = handed.options["num_fwd_outputs"]
-    parts = [part for _, part in own_partitions(handed.untouched, handed.inputs, handed.options)]
-    parts.append(partition_of(handed, menu_of(handed, SETTINGS)[0], measured=False))
+    parts = [part for _, part in handed.own_partitions()]
+    parts.append(handed.partition(menu_of(handed)[0]))
     return [trial.seconds_of_step(part, count) for part in parts]
 
 
@@ -179,7 +180,7 @@ def test_indices_beyond_the_end_are_seen() -> None:
 def ways(*seconds: float) -> list[PlannedGraph]:
     """Ways of one graph that are priced so."""
     model, inputs = block()
-    (first, *_) = using(model, inputs, lambda handed: menu_of(handed, SETTINGS))
+    (first, *_) = using(model, inputs, menu_of)
     return [with_way(first, Way(0.5, each, Rehearsed(1, 1, n, (), ()), (), ())) for n, each in enumerate(seconds)]
 
 

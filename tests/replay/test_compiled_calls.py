@@ -294,7 +294,7 @@ def test_a_menu_is_found_without_running_anything_and_kept(monkeypatch: pytest.M
     with pytest.raises(InfeasibleError, match="at least 4 B more"):
         within(Limits(lean.needs.carried_bytes - 4, 2**40, 2**40), [lean])
     assert efficient([*found, *found]) == efficient(found)
-    monkeypatch.setattr(menu, "_plans", None)  # the next process has it in the cache
+    monkeypatch.setattr(menu, "efficient", None)  # the next process has it in the cache
     torch._dynamo.reset()
     again = menu_for(layer, (x,), {}, Settings(Budget(), quick=True, measured=False))
     assert [graph.needs for graph in again] == [graph.needs for graph in found]
