@@ -514,7 +514,7 @@ _COMPILING = [
     ("auto/compiled_menus.py", "        for there, name, tensor in changed:\n            there[name] = tensor", "        pass", _BLOCKS_SHARDED),
     ("inductor/compiled_call.py", '"fallback_random": True', '"fallback_random": False', _COMPILED.format("a_compiled_step_has_plain_pytorchs_gradients_and_masks[None]")),
     ("inductor/rehearsal.py", '"compile_threads": 1, "triton.cudagraphs": False', '"compile_threads": 1', _GRAPHS_OF_INDUCTOR),
-    ("inductor/partitioner.py", "[kept])[0] + copied)\n        budget = whole - copied", "[kept])[0])\n        budget = whole", _GRAPHS_OF_INDUCTOR),
+    ("inductor/partitioner.py", "[plain])[0] + copied)\n        budget = whole - copied", "[plain])[0])\n        budget = whole", _GRAPHS_OF_INDUCTOR),
     ("inductor/compiled_call.py", "context.fw_metadata.bw_donated_idxs = []", "pass", _COMPILED.format("inductors_code_has_a_second_backward")),
     ("inductor/compiled_call.py", "config.patch(optimize_ddp=False)", "config.patch({})", "inductor/test_sharded.py::test_one_graph_serves_all_buckets_of_ddp"),
     ("inductor/menu.py", "if kept := find(path, handed.program):", "if kept := ():", _COMPILED.format("a_menu_is_found_without_running_anything_and_kept")),
