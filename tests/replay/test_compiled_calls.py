@@ -236,7 +236,7 @@ class Noisy(Asks):
     ],
 )
 def test_what_cannot_be_compiled_follows_its_schedule_with_one_warning(kind: Any, reason: str) -> None:
-    model, x = kind().train(), torch.randn(2048, 8)
+    model, x = kind().double(), torch.randn(2048, 8, dtype=torch.float64)
 
     def differs() -> float:
         ours = planned(model, x, "150%")
@@ -245,7 +245,7 @@ def test_what_cannot_be_compiled_follows_its_schedule_with_one_warning(kind: Any
 
     found: list[CompiledStep] = []
     with pytest.warns(UserWarning, match=f"Inductor compiles nothing of {kind.__name__} .*{reason}") as told:
-        assert differs() <= 1e-6
+        assert differs() <= 1e-12
     assert len([one for one in told if "Inductor compiles" in str(one.message)]) == 1
     assert [step.compiled for step in found] == [None]
 
