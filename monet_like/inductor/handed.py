@@ -29,6 +29,7 @@ from .groups import arranged_runs, runs_of
 from .in_place import settled
 from .joint import is_unchecked, read_joint
 from .kernels import Kernels, kernels_of
+from .parts import inputs_of
 from .planned_graph import PlannedGraph, Settings, point_of_call, with_way
 from .portfolio import Partition, judged, own_partition, own_partitions
 from .prices import Device, device_of, prices
@@ -154,7 +155,7 @@ def handed_over(
     Raises:
         UsageError: the graph has what a plan cannot express, or draws other random numbers.
     """
-    static = options.get("static_lifetime_input_indices") or ()
+    static = inputs_of(gm.graph, options.get("static_lifetime_input_indices") or ())
     untouched = fx.GraphModule(gm, copy.deepcopy(gm.graph))
     if settings.draws is not None:
         check_draws(gm.graph, settings.draws)

@@ -17,6 +17,8 @@ import torch.utils._pytree as pytree
 from torch import fx
 from torch._inductor import inductor_prims
 
+from .parts import gradients_of
+
 _CONVOLUTION = torch.ops.aten.convolution_backward.default
 _CONVERSION = inductor_prims.force_stride_order
 #: The results of a convolution's backward: gradients of the input, the weight and the bias.
@@ -70,18 +72,19 @@ def convert_gradients(graph: fx.Graph, forward_count: int, static: Collection[in
 
     Args:
         graph: a joint graph.
-        forward_count: how many of its results the forward returns; the others are gradients of its inputs, in order.
+        forward_count: how many of its results the forward returns; the others are gradients of its inputs.
         static: places of the inputs that are parameters or buffers.
     """
     inputs = graph.find_nodes(op="placeholder")
     end = graph.output_node()
     results, spec = pytree.tree_flatten(end.args)
-    for place in static:
-        gradient = results[forward_count + place] if forward_count + place < len(results) else None
-        if not isinstance(gradient, fx.Node):
+    for place, made_at in gradients_of(graph, forward_count).items():
+        gradient = results[made_at]
+        if place not in static or not isinstance(gradient, fx.Node):
             continue
-        parameter, found = inputs[place].meta["val"], gradient.meta["val"]
-        if not isinstance(found, torch.Tensor):  # a parameter of PyTorch's DTensor is a tensor and a mesh of devices
+        parameter, found = inputs[place].meta["val"], gradient.meta.get("val")
+        # Of a parameter of DTensor this may be the mesh, or it may be sharded otherwise.
+        if not isinstance(found, torch.Tensor) or found.shape != parameter.shape:
             continue
         dense = torch.ops.aten.is_non_overlapping_and_dense(parameter)
         strides = (parameter if dense else parameter.contiguous()).stride()
@@ -89,7 +92,7 @@ def convert_gradients(graph: fx.Graph, forward_count: int, static: Collection[in
             with graph.inserting_after(gradient):
                 made = graph.call_function(_CONVERSION, (gradient, tuple(strides)))
             made.meta["val"] = found.new_empty_strided(found.shape, strides)
-            results[forward_count + place] = made
+            results[made_at] = made
     end.args = pytree.tree_unflatten(results, spec)
 
 
