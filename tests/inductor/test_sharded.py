@@ -134,12 +134,13 @@ def _step_of_two(rank: int) -> None:
     mine = _sharded(monet_like.auto_schedule(_without_masks(), **options), mp_policy=policy)
     x, peaks = tokens(64, 64), []
     with unrun_kernels():
-        for _ in range(5):
+        loss_of(mine(x)).backward()
+        for _ in range(4):
             mine.zero_grad()
             peaks.append(allocated_peak(lambda: loss_of(mine(x)).backward(), x.device))
     assert all(kept.step.compiled for block in blocks_of(mine) for kept in block._kept)
     plan, there = plan_of(mine), resident_bytes(mine, ((x,), {}), "none", x.device)
-    assert 0.9 * plan.peak_bytes <= there + min(peaks[1:]) <= plan.peak_bytes <= plan.budget_bytes
+    assert 0.9 * plan.peak_bytes <= there + min(peaks) <= plan.peak_bytes <= plan.budget_bytes
 
 
 @pytest.mark.slow
