@@ -370,6 +370,7 @@ _SHARED = [
 
 _CALLS = "runtime/offloaded_calls.py"
 _OWN_VALUES = "auto/test_offloading_blocks.py::test_each_backward_gets_its_own_values[0]"
+_SEARCH_OFFLOADS = "plan/test_offloading.py::test_without_a_solver_a_search_offloads_what_the_host_has_room_for"
 _COLLECTIVES = "inductor/test_collectives.py::test_{}"
 _LEDGER = "plan/test_offloading.py::test_every_choice_has_the_bytes_of_a_ledger[1-2]"
 _CHANGED = "auto/test_changed_in_place.py::test_steps_are_exact_and_need_what_is_predicted[-Leaky-in_the_result-100%]"
@@ -382,6 +383,8 @@ _OFFLOADING = [
     ("ir/step.py", "there += 0 if self.moving is None else choice[self.moving].offloaded_bytes", "pass", _LEDGER),
     ("ir/step.py", "moving = waiting[-1] if waiting else None", "moving = None", _LEDGER),
     ("ir/step.py", "if not waiting or waiting.pop() != moment.running:", "if not waiting or not waiting.pop() + 1:", "plan/test_offloading.py::test_another_order_says_nothing_of_what_comes_next[0f 1f 0b 1b]"),
+    ("plan/step/choice.py", "steps = (step, without_offloads(step))", "steps = (without_offloads(step),)", _SEARCH_OFFLOADS),
+    ("plan/step/choice.py", "if bytes_on_host(step, every) <= step.host_bytes:", "if every:", _SEARCH_OFFLOADS),
     ("plan/step/choice.py", "builder.fits(there, step.host_bytes)", "pass", "auto/test_offloading_blocks.py::test_no_more_is_offloaded_than_the_host_has_room_for"),
     ("plan/step/menus.py", "apart = sum(program.values[v].bytes for v in some if v in point.shared)", "apart = 0", "plan/test_offloading.py::test_points_of_a_chain_by_hand"),
     (_CALLS, "_copy(own) if value in self._copied else own", "own", _CHANGED),

@@ -24,7 +24,7 @@ the columns and rows of `monet_like.plan.step.streaming`.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, Literal
@@ -221,11 +221,9 @@ def _tell_failure(solver: str, found: Solution) -> None:
 def _searched(step: Step, way: Streams | None, budget_bytes: int) -> tuple[Point, ...] | None:
     """Points within the budget, by a search that needs no solver; None if it finds none.
 
-    It begins with the points that carry least, or with those whose backward has the lowest peak, streams all weights
-    that it may, and changes one piece at a time: first so that the step's peak falls most, until it fits; then so that
-    most seconds are gained and it still fits. It offloads nothing.
+    It begins with the leanest points, streams all weights that it may, and changes one piece at a time: first so that
+    the step's peak falls most, until it fits; then so that most seconds are gained and it still fits.
     """
-    step = without_offloads(step)
 
     def peak(points: tuple[Point, ...]) -> int:
         return peak_of(step, points)[0]
@@ -233,8 +231,7 @@ def _searched(step: Step, way: Streams | None, budget_bytes: int) -> tuple[Point
     def seconds(points: tuple[Point, ...]) -> float:
         return seconds_of(step, points)
 
-    starts = (lambda p: (p.carried_bytes, p.numbers), lambda p: (p.backward_peak_bytes, p.numbers))
-    points = min((tuple(min(menu, key=key) for menu in step.menus) for key in starts), key=peak)
+    points = _leanest(step)
     points = points if way is None else way.all(points)
     while peak(points) > budget_bytes:
         lower = min(_one_changed(step, way, points), key=peak)
@@ -250,27 +247,42 @@ def _searched(step: Step, way: Streams | None, budget_bytes: int) -> tuple[Point
         points = fitting
 
 
+def _leanest(step: Step) -> tuple[Point, ...]:
+    """Of the points that are least of their menus, by what they carry, by their backward or by both, those with the
+    lowest peak; the host has room for all their copies, or they have none.
+    """
+    orders: tuple[Callable[[Point], Any], ...] = (
+        lambda p: (p.carried_bytes, p.backward_peak_bytes, p.numbers),
+        lambda p: (p.backward_peak_bytes, p.carried_bytes, p.numbers),
+        lambda p: (p.carried_bytes + p.backward_peak_bytes, p.numbers),
+    )
+    steps = (step, without_offloads(step))
+    every = (tuple(min(menu, key=order) for menu in one.menus) for one in steps for order in orders)
+    with_room = (points for points in every if bytes_on_host(step, points) <= step.host_bytes)
+    return min(with_room, key=lambda points: peak_of(step, points)[0])
+
+
 def _one_changed(step: Step, way: Streams | None, points: tuple[Point, ...]) -> Iterator[tuple[Point, ...]]:
-    """The same points with another one for one piece, or with its weights elsewhere."""
+    """The same points with another one for one piece, or with its weights elsewhere; the host has room for them."""
     for place, menu in enumerate(step.menus):
         for point in menu:
             changed = point if way is None else replace(point, ahead=points[place].ahead)
-            yield (*points[:place], changed, *points[place + 1 :])
+            every = (*points[:place], changed, *points[place + 1 :])
+            if bytes_on_host(step, every) <= step.host_bytes:
+                yield every
     if way is not None:
         yield from way.one_changed(points)
 
 
 def smallest(step: Step, *, solver: str = SOLVER, time_limit_seconds: float = 60.0) -> Choice:
-    """The points with the lowest peak of the whole step; where the solver finds none in time, those that
-    carry least.
-    """
+    """The points with the lowest peak of the whole step; where the solver finds none in time, the leanest."""
     ways = (None, *Streams.of(step))
     found = [_smallest(step, way, solver, time_limit_seconds / len(ways)) for way in ways]
     return min(found, key=lambda choice: choice.peak_bytes)
 
 
 def _smallest(step: Step, way: Streams | None, solver: str, time_limit_seconds: float) -> Choice:
-    lean = tuple(min(menu, key=lambda p: (p.carried_bytes, p.numbers)) for menu in without_offloads(step).menus)
+    lean = _leanest(step)
     lean = lean if way is None else way.all(lean)
     above = max(1, peak_of(step, lean)[0])
     builder, columns = _program(step, None)
