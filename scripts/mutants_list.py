@@ -510,6 +510,7 @@ _SEARCH = [
 
 _COMPILED = "replay/test_compiled_calls.py::test_{}"
 _TIMED = "inductor/test_trial.py::test_{}"
+_FORMS = "inductor/test_forms.py::test_{}"
 _GRAPHS_OF_INDUCTOR = "without_gpu/test_lowered.py::test_copies_for_cuda_graphs_are_within_the_budget"
 _BLOCKS_SHARDED = "inductor/test_sharded.py::test_sharded_blocks_of_a_plan_are_compiled[inplace_multiway_newnode]"
 
@@ -520,6 +521,12 @@ _COMPILING = [
     ("auto/compiled_menus.py", "whole_weights(block._model, ready.captured) if is_sharded(block) else contextlib.nullcontext()", "contextlib.nullcontext()", _BLOCKS_SHARDED),
     ("auto/compiled_menus.py", "        for there, name, tensor in changed:\n            there[name] = tensor", "        pass", _BLOCKS_SHARDED),
     ("inductor/compiled_call.py", '"fallback_random": True', '"fallback_random": False', _COMPILED.format("a_compiled_step_has_plain_pytorchs_gradients_and_masks[None]")),
+    ("inductor/forms.py", "self.parameters == other.parameters or not self.parameters.isdisjoint(other.parameters)", "False", _FORMS.format("every_form_has_the_whole_budget[2]")),
+    ("inductor/forms.py", "self.parameters == other.parameters or not self.parameters.isdisjoint(other.parameters)", "True", _FORMS.format("equal_parts_are_no_forms_of_each_other")),
+    ("inductor/forms.py", "self._parts[place : place + 1] = [(part, graph)]", "self._parts.append((part, graph))", _FORMS.format("every_form_has_the_whole_budget[2]")),
+    ("inductor/partitioner.py", "budget = max(budget, self._least_bytes(part))", "pass", _FORMS.format("of_a_percentage_a_smaller_form_has_what_the_first_has")),
+    ("inductor/partitioner.py", "self._takes_more = True", "pass", _FORMS.format("a_form_that_does_not_fit_runs_with_the_least_memory")),
+    ("inductor/options.py", '.goes_on = True', '.goes_on = False', _FORMS.format("a_graph_whose_sizes_change_runs_by_pytorchs_own_partition")),
     ("inductor/rehearsal.py", '"compile_threads": 1, "triton.cudagraphs": False', '"compile_threads": 1', _GRAPHS_OF_INDUCTOR),
     ("inductor/partitioner.py", "[plain])[0] + copied)\n        budget = whole - copied", "[plain])[0])\n        budget = whole", _GRAPHS_OF_INDUCTOR),
     ("inductor/compiled_call.py", "context.fw_metadata.bw_donated_idxs = []", "pass", _COMPILED.format("inductors_code_has_a_second_backward")),

@@ -81,7 +81,9 @@ def compile_options(
         memory_budget, extra_bytes = known.budget_bytes, known.extra_bytes
         planned = {graph.key: graph.schedule for graph in known.graphs}
     budget = parse_budget(memory_budget)
-    return options_of(Settings(budget, extra_bytes, calls, quick, measured, solver, time_limit_seconds, gap), planned)
+    found = options_of(Settings(budget, extra_bytes, calls, quick, measured, solver, time_limit_seconds, gap), planned)
+    found["custom_partitioner_fn"].goes_on = True
+    return found
 
 
 def missing_hook() -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import fx
 from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
 from torch._guards import TracingContext
@@ -15,7 +17,7 @@ from torch._inductor import config as inductor
 from torch._inductor.codecache import BypassFxGraphCache
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-from ..errors import InfeasibleError, UsageError
+from ..errors import InfeasibleError, MonetError, UsageError, warn_caller
 from ..ir.program import Program
 from ..ir.schedule import Schedule
 from ..ir.step import peak_of
@@ -26,11 +28,13 @@ from ..plan.local_search.searcher import quick_evaluations
 from ..plan.result import Plan
 from ..plan.step.proof import Chooser
 from .choice import fastest
+from .forms import Part, Parts
 from .handed import Handed, handed_over
 from .kept_graphs import find, keep_graphs, path_of
 from .menu import menu_of, within
 from .passes import code_digest
 from .planned_graph import PlannedGraph, Settings, graph_key, nameless, step_of_calls
+from .portfolio import Partition, own_partition
 
 
 class PlannedPartitioner(CustomPartitionerFn):
@@ -41,13 +45,16 @@ class PlannedPartitioner(CustomPartitionerFn):
             are some, no others are looked for.
         compares: on a GPU, plans are ordered for fusion and compared with PyTorch's own partitions. For a file, which
             has schedules alone, they are not.
+        goes_on: a graph that cannot be planned does not end a training that has begun: one of another form than an
+            earlier call's, such as of a smaller last batch.
         graphs: the plan of every distinct graph so far, in the order in which they were compiled.
     """
 
     def __init__(self, settings: Settings, planned: Mapping[str, Schedule] | None = None) -> None:
         self.settings, self.planned = settings, dict(planned or {})
-        self.compares = True
+        self.compares, self.goes_on = True, False
         self.graphs: list[PlannedGraph] = []
+        self._parts, self._takes_more = Parts(), False
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -58,13 +65,47 @@ class PlannedPartitioner(CustomPartitionerFn):
             UsageError: the graph has what a plan cannot express, or is a region of a graph whose options are not safe.
             InfeasibleError: the graph does not fit into what is left of the budget.
         """
+        part = Part.of(joint_inputs)
+        if not (self.goes_on and self._parts.has_form_of(part)):
+            return self._partition(part, gm, joint_inputs, kwargs)
+        untouched = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+        try:
+            return self._partition(part, gm, joint_inputs, kwargs)
+        except MonetError as error:
+            return self._anyway(part, untouched, joint_inputs, kwargs, error)
+
+    def _partition(
+        self, part: Part, gm: fx.GraphModule, joint_inputs: Sequence[object], options: Mapping[str, Any]
+    ) -> Partition:
         self._check_region()
-        handed = handed_over(gm, joint_inputs, kwargs, self.settings)
+        handed = handed_over(gm, joint_inputs, options, self.settings)
         found = self._known(handed.program)
         if found is None:
-            found = self._planned(handed) if self.planned else self._kept(handed)
+            found = self._planned(handed, part) if self.planned else self._kept(handed, part)
             self.graphs.append(found)
+        self._parts.put(part, found)
         return handed.partition(found)
+
+    def _anyway(
+        self, part: Part, gm: fx.GraphModule, inputs: Sequence[object], options: Mapping[str, Any], why: MonetError
+    ) -> Partition:
+        """The partition of a graph that cannot be planned as it should: the leanest plan, or PyTorch's own."""
+        how = "run by torch.compile's own partition, whose memory is not planned"
+        partition: Partition | None = None
+        if isinstance(why, InfeasibleError):
+            self._takes_more = True
+            try:
+                partition = self._partition(part, fx.GraphModule(gm, copy.deepcopy(gm.graph)), inputs, options)
+                how = "run with the least memory that is known, which is more than it may take"
+            except MonetError as error:
+                why = error
+            finally:
+                self._takes_more = False
+        warn_caller(f"a call has another form than earlier ones, and is {how}: {why}")
+        if partition is None:
+            self._parts.put(part, None)
+            partition = own_partition(gm, inputs, torch._functorch.config.activation_memory_budget, options)
+        return partition
 
     def _check_region(self) -> None:
         """Refuse a nested region of a graph that may write into buffers of which its regions need the content.
@@ -89,39 +130,48 @@ class PlannedPartitioner(CustomPartitionerFn):
                 return graph
         return None
 
-    def _kept(self, handed: Handed) -> PlannedGraph:
+    def _kept(self, handed: Handed, part: Part) -> PlannedGraph:
         """The plan in the cache, or one that is made now and kept."""
         settings = self.settings
         compares = self.compares and handed.is_on_gpu and inductor.custom_partitioner_fn is self
-        path = path_of(handed, (settings, compares, self._held_bytes))
+        path = path_of(handed, (settings, compares, self._held_bytes(part), self._least_bytes(part)))
         if kept := find(path, handed.program):
             return kept[0]
         if settings.limits is not None:
             found = handed.fastest(within(settings.limits, menu_of(handed)))
         else:
-            found = self._planned(handed)
+            found = self._planned(handed, part)
             if compares:
                 found = fastest(handed, found, partial(self._replanned, handed, found))
                 if found.way is None or found.room(settings.calls) < 0:
                     return found  # a warning says what is wrong, in the next process too
+            if self._takes_more:
+                return found
         keep_graphs(path, [found])
         return found
 
-    @property
-    def _held_bytes(self) -> int:
+    def _held_bytes(self, part: Part) -> int:
         """What earlier graphs hold; graphs that are called several times are equal blocks, but for the first one."""
-        return sum(graph.held_bytes for graph in self.graphs) if self.settings.calls == 1 else 0
+        return self._parts.held_bytes(part) if self.settings.calls == 1 else 0
 
-    def _planned(self, handed: Handed) -> PlannedGraph:
+    def _least_bytes(self, part: Part) -> int:
+        """Where the budget is a percentage, what a graph has in any case: as much as another form of it."""
+        return self._parts.step_bytes(part) if self.settings.budget.bytes is None else 0
+
+    def _planned(self, handed: Handed, part: Part) -> PlannedGraph:
         settings, program = self.settings, handed.program
-        before, copied = settings.extra_bytes + self._held_bytes, handed.copied_bytes
+        before, copied = settings.extra_bytes + self._held_bytes(part), handed.copied_bytes
         plain = handed.point(store_all(program))
         whole = settings.budget.of(peak_of(step_of_calls(program, settings.calls), [plain])[0] + copied)
         budget = whole - copied - (before if settings.budget.bytes is not None else 0)
+        budget = max(budget, self._least_bytes(part))
         try:
             found, for_one = self._from_file(handed) or self._plan_calls(handed, budget)
         except InfeasibleError as error:
-            raise self._explained(error, before, copied) from None
+            if not self._takes_more or error.smallest_bytes is None:
+                raise self._explained(error, before, copied) from None
+            budget = error.smallest_bytes
+            found, for_one = self._plan_calls(handed, budget)
         return handed.planned(found, for_one, budget)
 
     def _replanned(self, handed: Handed, found: PlannedGraph, more: int) -> PlannedGraph:
