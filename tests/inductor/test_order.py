@@ -114,8 +114,8 @@ def test_gradients_in_another_order_are_those_of_plain_pytorch(
 ) -> None:
     planned, ordered = PlannedPartitioner._planned, []
 
-    def in_order(self: PlannedPartitioner, kernels: Any) -> PlannedGraph:
-        graph = planned(self, kernels)
+    def in_order(self: PlannedPartitioner, *asked: Any) -> PlannedGraph:
+        graph = planned(self, *asked)
         ordered.append(replace(graph, fused_within=2 * graph.peak_bytes))
         return ordered[-1]
 
