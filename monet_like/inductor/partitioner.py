@@ -34,7 +34,7 @@ from .kept_graphs import find, keep_graphs, path_of
 from .menu import menu_of, within
 from .passes import code_digest
 from .planned_graph import PlannedGraph, Settings, graph_key, nameless, step_of_calls
-from .portfolio import Partition, own_partition
+from .portfolio import Partition, own_partitions
 
 
 class PlannedPartitioner(CustomPartitionerFn):
@@ -65,6 +65,7 @@ class PlannedPartitioner(CustomPartitionerFn):
             UsageError: the graph has what a plan cannot express, or is a region of a graph whose options are not safe.
             InfeasibleError: the graph does not fit into what is left of the budget.
         """
+        self._check_region()
         part = Part.of(joint_inputs)
         if not (self.goes_on and self._parts.has_form_of(part)):
             return self._partition(part, gm, joint_inputs, kwargs)
@@ -77,7 +78,6 @@ class PlannedPartitioner(CustomPartitionerFn):
     def _partition(
         self, part: Part, gm: fx.GraphModule, joint_inputs: Sequence[object], options: Mapping[str, Any]
     ) -> Partition:
-        self._check_region()
         handed = handed_over(gm, joint_inputs, options, self.settings)
         found = self._known(handed.program)
         if found is None:
@@ -101,10 +101,13 @@ class PlannedPartitioner(CustomPartitionerFn):
                 why = error
             finally:
                 self._takes_more = False
-        warn_caller(f"a call has another form than earlier ones, and is {how}: {why}")
         if partition is None:
+            found = dict(own_partitions(gm, inputs, options))
+            if not found:  # that has plain PyTorch's gradients
+                raise why
             self._parts.put(part, None)
-            partition = own_partition(gm, inputs, torch._functorch.config.activation_memory_budget, options)
+            partition = found.get(torch._functorch.config.activation_memory_budget) or next(iter(found.values()))
+        warn_caller(f"a call has another form than earlier ones, and is {how}: {why}")
         return partition
 
     def _check_region(self) -> None:
