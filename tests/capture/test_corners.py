@@ -581,6 +581,14 @@ def packed(_: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return nn.utils.rnn.pack_padded_sequence(layer(x), [6, 4, 2]).data
 
 
+def branches(_: Net, layer: nn.Module, x: torch.Tensor) -> Any:
+    return torch.cond(x.sum() > 0, lambda y: layer(y).sin(), lambda y: layer(y).cos(), (x,))
+
+
+def nests(_: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return layer(torch.nested.nested_tensor([x[:4], x], layout=torch.jagged)).to_padded_tensor(0.0)
+
+
 @pytest.mark.parametrize(
     ("model", "shape", "said"),
     [
@@ -591,6 +599,8 @@ def packed(_: Net, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
             (6, 8),
             "to_sparse makes.*compute with dense ones",
         ),
+        (lambda: Net(branches, linear()), (6, 8), "given functions, such as torch.cond.*torch.where"),
+        (lambda: Net(nests, linear()), (6, 8), "nested tensors.*pad them"),
     ],
 )
 def test_what_depends_on_values_is_said_in_the_models_words(model: Any, shape: tuple[int, ...], said: str) -> None:

@@ -40,6 +40,14 @@ _ADVICE_FOR_FILES = {
         "PyTorch's layers instead (for decoders there are variants in one pass and in tiles of our own), or put the "
         "launch into torch.library.custom_op with a fake and a gradient"
     ),
+    "/torch/_higher_order_ops/": (
+        "it calls an operator that is given functions, such as torch.cond, which cannot be traced by shapes; compute "
+        "without it, as by torch.where of both results, or plan the parts around it: auto_schedule(model) finds them, "
+        "and blocks=[...] names them"
+    ),
+    "/torch/nested/": (
+        "it computes with nested tensors, whose sizes depend on their parts; pad them to one length, and mask the rest"
+    ),
     "/torch_geometric/utils/loop.py": (
         "its layers replace the self-loops of each graph, whose number depends on values; replace them once, in "
         "the data (torch_geometric.transforms.AddRemainingSelfLoops() or AddSelfLoops()), and make the layers with "
