@@ -120,7 +120,7 @@ class _Emitter:
         for run, following in zip_longest(runs, runs[1:]):
             if run.kernel is None:
                 for effect in self.kernels.joint.effects:
-                    self._copied(effect, {}, run.group)
+                    self.now[effect] = self._copied(effect, {}, run.group)
             else:
                 self._run(run, run.kernel, following.kernel if following is not None else None)
         local: dict[fx.Node, fx.Node] = {}

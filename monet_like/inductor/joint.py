@@ -15,7 +15,7 @@ An elementwise item that is made from about as many bytes as it has is *cheap*: 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -27,7 +27,7 @@ from ..capture.captured import allocated_bytes
 from ..errors import UsageError
 from ..runtime.operators import communicates, is_random, waits
 from .collectives import check_collective
-from .rewrites import convert_gradients, split_convolutions, without_shapes
+from .rewrites import convert_gradients, keep_before_changes, split_convolutions, without_shapes
 
 #: A result is cheap if its sources have at most so many times its bytes; narrow if they have at least so many.
 CHEAP, NARROW = 1.1, 2.0
@@ -45,9 +45,8 @@ _ELEMENTWISE = frozenset(
         "aten::_to_copy", "aten::constant_pad_nd", "aten::copy", "aten::fill", "aten::expand_copy", "aten::zeros",
         "aten::ones", "aten::empty", "aten::permute_copy", "aten::lift_fresh_copy",
         "prims::convert_element_type", "prims::inductor_random", "prims::inductor_lookup_seed", "prims::iota",
-        "prims::fma",
-        "prims::_low_memory_max_pool_offsets_to_indices", "prims::broadcast_in_dim",
-        "prims::inductor_force_stride_order",
+        "prims::_low_memory_max_pool_offsets_to_indices", "prims::broadcast_in_dim", "prims::fma",
+        "prims::inductor_force_stride_order", "monet_like_inductor::copied",
     }
 )  # fmt: skip
 _REDUCTIONS = frozenset(
@@ -74,6 +73,8 @@ _GATHERS = _WINDOWS | {
 _VIEWS = frozenset({"aten::_unsafe_view", "aten::alias", "aten::detach"})
 _ONCE = frozenset({"prims::inductor_seeds", "prims::inductor_seed"})
 _EFFECTS = frozenset({"aten::copy_", "aten::_assert_async", "aten::_assert_scalar", "aten::_assert_tensor_metadata"})
+#: Calls an operator when the one that gave it a token has run, such as the check of ``torch.linalg.inv``.
+_IN_ORDER = torch.ops.higher_order.with_effects
 
 
 def name_of(node: fx.Node) -> str:
@@ -149,8 +150,8 @@ class Joint:
     Attributes:
         graph: of the module that Inductor hands over.
         forward_outputs, backward_outputs: what it returns; None: no tensor, or no gradient.
-        effects: nodes that write into inputs, such as a batch norm's statistics, or wait for collectives whose results
-            nobody reads; all in the forward.
+        effects: nodes that write into inputs, such as a batch norm's statistics, check tensors, or wait for collectives
+            whose results nobody reads; all in the forward.
         backward: nodes that depend on an incoming gradient, or on a collective that the forward does not need.
         forward: nodes that the forward cannot do without.
         items: nodes with memory of their own, inputs apart.
@@ -223,16 +224,20 @@ def read_joint(module: fx.GraphModule, forward_count: int, static: Collection[in
     backward = _closure((n for n in nodes if n.op == "placeholder" and "tangents" in str(n.target)), lambda n: n.users)
     begun = next((place for place, node in enumerate(nodes) if node in backward and node.op != "placeholder"), None)
     unread = {node for node in nodes[:begun] if waits(node.target) and not node.users}
-    effects = tuple(node for node in nodes if name_of(node) in _EFFECTS or node in unread)
+    effects = tuple(node for node in nodes if _is_effect(node) or node in unread)
     if not backward.isdisjoint(effects):
         raise UsageError(
-            "this model changes a tensor in place in its backward, which compile_options cannot plan; compile it "
-            "without"
+            "this model changes a tensor in place in its backward, or checks one there, which compile_options cannot "
+            "plan; compile it without"
         )
     needed = (node for node in (*outputs[:forward_count], *effects) if node is not None)
     forward = _closure(needed, lambda n: n.all_input_nodes)
     backward |= _closure((n for n in nodes if communicates(n.target) and n not in forward), lambda n: n.users)
-    written = [node.args[0] for node in effects if name_of(node) == "aten::copy_"]
+    written = dict.fromkeys(node.args[0] for node in effects if name_of(node) == "aten::copy_")
+    for given in written:
+        if any(reader in backward for reader in readers(given)):
+            keep_before_changes(given)
+    nodes = list(module.graph.nodes)
     changed = _closure(written, lambda n: [user for user in n.users if is_view(user)])
     devices = [t.device for node in nodes for t in tensors_of(node.meta.get("val"))]
     device = next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
@@ -252,13 +257,21 @@ def _check(nodes: Iterable[fx.Node]) -> None:
                 f"{node.name} has a size that changes from call to call, and a plan needs fixed sizes; compile with "
                 "dynamic=False, and give inputs of one shape"
             )
-        known = node.target is operator.getitem or isinstance(node.target, torch._ops.OpOverload)
+        known = node.target is operator.getitem or isinstance(node.target, torch._ops.OpOverload) or _is_effect(node)
         if node.op == "call_function" and not known:
+            called = node.args[1] if node.target is _IN_ORDER else node.target
             raise UsageError(
-                f"{node.name} calls {node.target}, which compile_options cannot plan; compile this part of the model "
-                "without it"
+                f"this model calls {called}, which compile_options cannot plan; compile its parts before and after "
+                "this call, or compile it without compile_options"
             )
         check_collective(node)
+
+
+def _is_effect(node: fx.Node) -> bool:
+    """Whether it changes or checks something, and makes no tensor but a token."""
+    if node.target is operator.getitem:
+        return _is_effect(node.all_input_nodes[0])
+    return name_of(node) in _EFFECTS or (node.target is _IN_ORDER and len(tensors_of(node.meta["val"])) == 1)
 
 
 def _closure(start: Iterable[fx.Node], neighbours: Any) -> frozenset[fx.Node]:
@@ -370,30 +383,3 @@ def viewed(node: fx.Node) -> fx.Node:
 
 def _reads_changed(joint: Joint, node: fx.Node) -> bool:
     return not joint.changed.isdisjoint(node.all_input_nodes)
-
-
-def walk(
-    root: fx.Node, stop: frozenset[fx.Node], order: Mapping[fx.Node, int]
-) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
-    """What a kernel for ``root`` reads, and the nodes that it computes on the way.
-
-    Args:
-        root: an item.
-        stop: the items that it reads from memory; it computes all others anew.
-        order: the place of every node in the graph.
-
-    Returns:
-        Items and inputs, and inlined nodes, each in the order of the graph.
-    """
-    read, inlined = set[fx.Node](), set[fx.Node]()
-    pending = list(root.all_input_nodes)
-    while pending:
-        node = pending.pop()
-        if node in read or node in inlined:
-            continue
-        if node.op == "placeholder" or node in stop:
-            read.add(node)
-        else:
-            inlined.add(node)
-            pending += node.all_input_nodes
-    return tuple(sorted(read, key=order.__getitem__)), tuple(sorted(inlined, key=order.__getitem__))

@@ -10,12 +10,11 @@ import torch
 from torch import fx
 
 from ..capture.captured import look_of
-from ..errors import UsageError
 from ..ir.program import Program, Runs, Task, Value, ValueKind
 from ..runtime.operators import communicates
 from .collectives import is_part, writes_of
 from .in_place import with_takeovers
-from .joint import NARROW, Joint, Kernel, draws, is_elementwise, is_view, readers, reads_memory, walk
+from .joint import NARROW, Joint, Kernel, draws, is_elementwise, is_view, readers, reads_memory
 from .rewrites import is_conversion
 
 
@@ -45,9 +44,6 @@ def kernels_of(joint: Joint, static: Collection[int] = ()) -> Kernels:
 
     Args:
         static: places of the inputs that are parameters or buffers.
-
-    Raises:
-        UsageError: the backward needs an input that the forward overwrites.
     """
     return _Builder(joint, static).build()
 
@@ -165,11 +161,6 @@ class _Builder:
         writes = tuple(self.value_of[node] for node in kernel.writes)
         runs: Runs = "both"
         touched = joint.changed.intersection((*kernel.reads, *kernel.inlined))
-        if touched and root in joint.backward:
-            raise UsageError(
-                f"{root.name} of the backward reads {next(iter(touched)).name}, which the forward overwrites; "
-                "compile_options cannot plan this model"
-            )
         if draws(root) or communicates(root.target) or touched:
             runs = "first"
         elif root not in joint.forward and root not in joint.backward:
@@ -228,3 +219,30 @@ def _key(kernel: Kernel) -> str:
     assert root is not None
     literals = "" if is_elementwise(root) else str(fx.map_arg((root.args, root.kwargs), shown))
     return " ".join([str(root.target), *map(shown, kernel.reads), "->", *map(shown, kernel.writes), literals])
+
+
+def walk(
+    root: fx.Node, stop: frozenset[fx.Node], order: Mapping[fx.Node, int]
+) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
+    """What a kernel for ``root`` reads, and the nodes that it computes on the way.
+
+    Args:
+        root: an item.
+        stop: the items that it reads from memory; it computes all others anew.
+        order: the place of every node in the graph.
+
+    Returns:
+        Items and inputs, and inlined nodes, each in the order of the graph.
+    """
+    read, inlined = set[fx.Node](), set[fx.Node]()
+    pending = list(root.all_input_nodes)
+    while pending:
+        node = pending.pop()
+        if node in read or node in inlined:
+            continue
+        if node.op == "placeholder" or node in stop:
+            read.add(node)
+        else:
+            inlined.add(node)
+            pending += node.all_input_nodes
+    return tuple(sorted(read, key=order.__getitem__)), tuple(sorted(inlined, key=order.__getitem__))

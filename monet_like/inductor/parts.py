@@ -16,8 +16,8 @@ from torch import fx
 def inputs_of(graph: fx.Graph, arguments: Collection[int]) -> list[int]:
     """The places of the inputs that are parts of these arguments."""
     number: dict[Any, int] = {}
-    tensors = [tensor for tensor, *_ in _inputs(graph)]
-    return [place for place, tensor in enumerate(tensors) if number.setdefault(tensor, len(number)) in arguments]
+    tensors = [(place, tensor) for place, (tensor, *_) in enumerate(_inputs(graph)) if not _is_token(tensor)]
+    return [place for place, tensor in tensors if number.setdefault(tensor, len(number)) in arguments]
 
 
 def gradients_of(graph: fx.Graph, forward_count: int) -> dict[int, int]:
@@ -37,6 +37,11 @@ def _inputs(graph: fx.Graph) -> list[tuple[Any, ...]]:
     """Of each input the tensor that it is a part of, and which part; if nothing describes it, it is its place."""
     inputs = graph.find_nodes(op="placeholder")
     return [_part(node.meta.get("desc", place)) for place, node in enumerate(inputs)]
+
+
+def _is_token(described: Any) -> bool:
+    """Whether an input says only what has run: AOTAutograd does not count it among the arguments."""
+    return "Token" in type(described).__name__
 
 
 def _part(described: Any) -> tuple[Any, ...]:

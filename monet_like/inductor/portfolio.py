@@ -19,7 +19,7 @@ from ..profile.roofline import seconds_of as seconds_by_rates
 from ..profile.work import Operation
 from ..runtime.operators import communicates, waits
 from .collectives import writes_of
-from .joint import Kernel, draws, is_generated, is_view
+from .joint import Kernel, draws, is_generated, is_view, viewed
 from .prices import Device, measured_cost, price_of, with_strides
 from .rehearsal import Rehearsed, rehearsed
 
@@ -27,6 +27,8 @@ from .rehearsal import Rehearsed, rehearsed
 SHARES = (1.0, 0.5, 0.2)
 #: In a node's ``meta``: the partition is PyTorch's, and Inductor's own settings apply to its graphs.
 UNTOUCHED = "monet_like_untouched"
+
+_OVERWRITE = torch.ops.aten.copy_.default
 
 Partition = tuple[fx.GraphModule, fx.GraphModule]
 
@@ -54,7 +56,8 @@ def own_partitions(
 ) -> Iterator[tuple[float, Partition]]:
     """PyTorch's partitions of a joint graph, each distinct one once, from the one that saves most.
 
-    A partition that draws random numbers a second time is left out: its gradients would be of other masks. A graph with
+    A partition that draws random numbers a second time is left out: its gradients would be of other masks. One that
+    saves an input which its forward overwrites is left out, too: its backward would read what was written. A graph with
     collectives has none: they may be in another order there than in a plan of another process.
 
     Args:
@@ -70,7 +73,10 @@ def own_partitions(
         names = [[node.name for node in part.graph.nodes if node.op != "output"] for part in partition]
         drawn = {node.name for node in partition[0].graph.nodes if node.op == "call_function" and draws(node)}
         again = {node.name for node in partition[1].graph.nodes if node.op == "call_function"}
-        if names not in known and drawn.isdisjoint(again):
+        results: Any = partition[0].graph.output_node().args[0]
+        read = {viewed(node) for node in results[options["num_fwd_outputs"] :] if isinstance(node, fx.Node)}
+        overwritten = {node.args[0] for node in partition[0].graph.find_nodes(op="call_function", target=_OVERWRITE)}
+        if names not in known and drawn.isdisjoint(again) and overwritten.isdisjoint(read):
             known.append(names)
             yield share, partition
 

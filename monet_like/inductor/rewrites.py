@@ -18,6 +18,7 @@ from torch import fx
 from torch._inductor import inductor_prims
 
 from .parts import gradients_of
+from .written import copied_operator
 
 _CONVOLUTION = torch.ops.aten.convolution_backward.default
 _CONVERSION = inductor_prims.force_stride_order
@@ -94,6 +95,19 @@ def convert_gradients(graph: fx.Graph, forward_count: int, static: Collection[in
             made.meta["val"] = found.new_empty_strided(found.shape, strides)
             results[made_at] = made
     end.args = pytree.tree_unflatten(results, spec)
+
+
+def keep_before_changes(given: fx.Node) -> None:
+    """Have all that reads an input which the forward overwrites read a copy of it.
+
+    PyTorch's own partition saves the input for the backward, which then reads what was written into it: with PyTorch
+    2.14.1 gradients are wrong.
+    """
+    graph, value = given.graph, given.meta["val"]
+    with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
+        made = graph.call_function(copied_operator(), (given,))
+    made.meta["val"] = torch.empty_like(value)
+    given.replace_all_uses_with(made, lambda user: user is not made and user.target is not torch.ops.aten.copy_.default)
 
 
 def is_conversion(node: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""Operators that return their input, and decide whether Inductor writes it to memory, and where, or not."""
+"""Operators that return their input or a copy, and decide whether Inductor writes it to memory, and where, or not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _copy(x: torch.Tensor) -> torch.Tensor:
 #: PyTorch forgets an operator whose definition nobody holds.
 _OPERATORS = [
     torch.library.custom_op(f"monet_like_inductor::{name}", _copy, mutates_args=())
-    for name in ("written", "apart", "inlined")
+    for name in ("written", "apart", "inlined", "copied")
 ]
 for _operator in _OPERATORS:
     _operator.register_fake(torch.empty_like)
@@ -82,4 +82,14 @@ def inlined_operator() -> Any:
             made = made.data
         return TensorBox(Inlined(made)) if isinstance(made, Pointwise) else x
 
+    return overload
+
+
+@cache
+def copied_operator() -> Any:
+    """The operator that copies. Inductor leaves out a ``clone``, also of an input that is overwritten later."""
+    from torch._inductor.lowering import clone, register_lowering
+
+    overload = torch.ops.monet_like_inductor.copied.default
+    register_lowering(overload, type_promotion_kind=None)(clone)
     return overload
