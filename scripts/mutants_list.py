@@ -390,7 +390,7 @@ _OFFLOADING = [
     (_CALLS, "_copy(own) if value in self._copied else own", "own", _CHANGED),
     ("auto/rehearsal/stand_ins.py", "if version_of(tensor) != version", "if False", _CHANGED),
     ("plan/step/menus.py", "if v in lone or v in copied]", "if v in lone]", _CHANGED),
-    ("inductor/partitioner.py", "(settings, compares, self._held_bytes)", "(settings, compares)", "inductor/test_second_start.py::test_a_second_start_plans_nothing"),
+    ("inductor/partitioner.py", "(settings, compares, self._held_bytes(part), self._least_bytes(part))", "(settings, compares)", "inductor/test_second_start.py::test_a_second_start_plans_nothing"),
     ("inductor/kernels.py", "draws(root) or communicates(root.target) or touched", "draws(root) or touched", _COLLECTIVES.format("collectives_of_a_plan_run_once_in_the_order_of_the_graph[60%]")),
     ("inductor/kernels.py", " or (kernel.root and communicates(kernel.root.target))", "", _COLLECTIVES.format("no_collective_is_left_out_or_changes_sides[Scaled-2-2]")),
     ("inductor/joint.py", "backward |= _closure(", "_closure(", _COLLECTIVES.format("no_collective_is_left_out_or_changes_sides[Sharded-1-2]")),
