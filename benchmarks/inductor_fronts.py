@@ -44,12 +44,12 @@ from benchmarks.unrun_kernels import Calls, unrun_kernels
 from monet_like.capture.example_inputs import Example
 from monet_like.errors import MonetError
 from monet_like.files import write_atomically
+from monet_like.inductor.handed import Handed
 from monet_like.inductor.joint import tensors_of
 from monet_like.inductor.options import compile_options
 from monet_like.inductor.partitioner import PlannedPartitioner
 from monet_like.inductor.portfolio import is_called, writes_of
 from monet_like.inductor.prices import device_of, measured_cost, operations_of
-from monet_like.ir.program import Cost
 from monet_like.ir.schedule import Schedule
 from monet_like.plan.instance import Instance
 from monet_like.plan.local_search.searcher import smallest_known
@@ -90,13 +90,12 @@ class Planner(PlannedPartitioner):
         self.net, self.least = net, least
         self.start: dict[str, Schedule] = {}
 
-    def _plan_calls(self, kernels: Any, costs: Mapping[str, Cost], budget: int) -> tuple[Plan, int]:
-        program = kernels.program
+    def _plan_calls(self, handed: Handed, budget: int) -> tuple[Plan, int]:
         if self.least:
-            known = smallest_known(Instance(program, costs), evaluations=LEAST_EVALUATIONS)
+            known = smallest_known(Instance(handed.program, handed.costs), evaluations=LEAST_EVALUATIONS)
             assert known is not None
             budget, self.start = int(known.report.peak_bytes * ABOVE_LEAST), {"start": known.schedule}
-        found = self._plan(program, costs, budget, **self.start)
+        found = self._plan(handed, budget, **self.start)
         self.net.check_new(_decisions(found.schedule))
         return found, budget
 

@@ -216,14 +216,16 @@ class PlannedPartitioner(CustomPartitionerFn):
         best = handed.plan_of(found.points[0].schedule, "menu")
         return best, best.report.peak_bytes
 
-    def _plan(self, handed: Handed, budget: int) -> Plan:
-        """The plan of one call."""
-        asked = handed.program, handed.costs, max(1, budget)
+    def _plan(self, handed: Handed, budget: int, **more: Any) -> Plan:
+        """The plan of one call; ``more`` are options of `monet_like.plan.plan`."""
+        program, costs, most = handed.program, handed.costs, max(1, budget)
         if not self.settings.quick:
-            return plan(*asked, **self.settings.search)
+            return plan(program, costs, most, **self.settings.search, **more)
         ends = time.monotonic() + self.settings.time_limit_seconds
         enough = lambda fits: fits and time.monotonic() > ends  # noqa: E731
-        return plan(*asked, strategy="heuristic", evaluations=quick_evaluations(), enough=enough)
+        return plan(
+            program, costs, most, strategy="heuristic", evaluations=quick_evaluations(), enough=enough, **more
+        )  # fmt: skip
 
     def _explained(self, error: InfeasibleError, before: int, copied: int) -> InfeasibleError:
         """The error, with what is not the plan's: ``before`` and ``copied`` bytes of the budget."""
