@@ -16,6 +16,10 @@ from monet_like.inductor.partitioner import PlannedPartitioner
 from monet_like.inductor.planned_graph import PlannedGraph
 from monet_like.inductor.portfolio import own_partitions
 from monet_like.replay.verify.steps import train_step
+from monet_like.torch_versions import release
+
+#: Whether PyTorch itself copies what a forward overwrites and the backward reads.
+COPIES = release() >= (2, 15)
 
 
 class Queue(nn.Module):
@@ -79,11 +83,13 @@ def test_the_generated_code_reads_the_copy() -> None:
 def test_the_peak_with_a_copy_is_the_predicted_one() -> None:
     measured, graph = peaks(*queue(), "100%", measured=False)
     assert graph.peak_bytes - SCALARS <= measured <= graph.peak_bytes
+    if COPIES:
+        return
     (copy,) = (value for value in graph.program.values if value.name.startswith("copied"))
     assert copy.bytes == 4 * 96 * 32 and copy.name in graph.saved
 
 
-@pytest.mark.parametrize(("make", "count"), [(queue, 0), (inverse, 1)])
+@pytest.mark.parametrize(("make", "count"), [(queue, int(COPIES)), (inverse, 1)])
 def test_pytorchs_own_partition_is_left_out_where_it_saves_what_the_forward_overwrites(
     make: Callable[[], Any], count: int
 ) -> None:
@@ -111,6 +117,8 @@ def test_a_check_in_the_forward_is_made_and_its_token_is_no_argument() -> None:
     model, inputs = inverse()
     graph, _ = planned(model, inputs)
     assert parameters(graph) == [p.nbytes for p in model.parameters()]
+    if release() < (2, 14):
+        pytest.skip("with this PyTorch every compiler leaves out the check")
     options = monet_like.compile_options("100%", quick=True, measured=False)
     torch._dynamo.reset()
     function = torch.compile(model, backend=uncompiled(options), dynamic=False)
