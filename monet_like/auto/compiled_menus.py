@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from ..capture.captured import Captured, TensorMeta
+from ..capture.captured import Captured
 from ..capture.checks import is_sharded
 from ..capture.example_inputs import materialised
 from ..capture.resident import parts_of
@@ -64,7 +64,7 @@ def whole_weights(module: nn.Module, captured: Captured) -> Iterator[None]:
     """
     slots = tensor_slots(module, captured, "_parameters")
     made = {
-        id(there[name]): _like(there[name], captured.metas[value])
+        id(there[name]): nn.Parameter(captured.metas[value].empty(), requires_grad=there[name].requires_grad)
         for (there, name), (_, value) in zip(slots, captured.parameters, strict=True)
         if [*map(type, parts_of(there[name]))] == [torch.Tensor]
     }
@@ -77,11 +77,6 @@ def whole_weights(module: nn.Module, captured: Captured) -> Iterator[None]:
     finally:
         for there, name, tensor in changed:
             there[name] = tensor
-
-
-def _like(tensor: torch.Tensor, meta: TensorMeta) -> nn.Parameter:
-    made = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
-    return nn.Parameter(made, requires_grad=tensor.requires_grad)
 
 
 def _points(

@@ -67,8 +67,8 @@ class Parts:
 
     def step_bytes(self, part: Part) -> int:
         """What the other form of it was planned for; 0: there is none."""
-        graphs = [graph for _, graph in self._parts[self.place_of(part) :]]
-        return graphs[0].step_bytes if graphs and graphs[0] is not None else 0
+        place = self.place_of(part)
+        return sum(graph.step_bytes for _, graph in self._parts[place : place + 1] if graph is not None)
 
     def put(self, part: Part, graph: PlannedGraph | None) -> None:
         """Note the graph of a part; None: it has no plan."""

@@ -23,13 +23,13 @@ from ..ir.step import Point
 from ..plan import store_all
 from ..plan.result import Plan
 from ..plan.step.menus import menu
+from .arguments import inputs_of
 from .draws import check_draws
 from .emission import modules_of, saved_nodes
 from .groups import arranged_runs, runs_of
 from .in_place import settled
 from .joint import is_unchecked, read_joint
 from .kernels import Kernels, kernels_of
-from .parts import inputs_of
 from .planned_graph import PlannedGraph, Settings, point_of_call, with_way
 from .portfolio import Partition, judged, own_partition, own_partitions
 from .prices import Device, device_of, prices
@@ -147,9 +147,7 @@ class Handed:
         return fastest_timed(ways, self.partition, self.untouched.graph, self.options["num_fwd_outputs"])
 
 
-def handed_over(
-    gm: fx.GraphModule, inputs: Sequence[object], options: Mapping[str, Any], settings: Settings
-) -> Handed:  # fmt: skip
+def handed_over(gm: fx.GraphModule, inputs: Sequence[object], options: Mapping[str, Any], settings: Settings) -> Handed:
     """What Inductor gives to a partitioner.
 
     Raises:

@@ -54,7 +54,7 @@ class PlannedPartitioner(CustomPartitionerFn):
         self.settings, self.planned = settings, dict(planned or {})
         self.compares, self.goes_on = True, False
         self.graphs: list[PlannedGraph] = []
-        self._parts, self._takes_more = Parts(), False
+        self._parts = Parts()
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -76,12 +76,14 @@ class PlannedPartitioner(CustomPartitionerFn):
             return self._anyway(part, untouched, joint_inputs, kwargs, error)
 
     def _partition(
-        self, part: Part, gm: fx.GraphModule, joint_inputs: Sequence[object], options: Mapping[str, Any]
-    ) -> Partition:
+        self, part: Part, gm: fx.GraphModule, joint_inputs: Sequence[object], options: Mapping[str, Any],
+        *, takes_more: bool = False,
+    ) -> Partition:  # fmt: skip
+        """Plan; ``takes_more``: what does not fit takes the least memory that is known, instead of an error."""
         handed = handed_over(gm, joint_inputs, options, self.settings)
         found = self._known(handed.program)
         if found is None:
-            found = self._planned(handed, part) if self.planned else self._kept(handed, part)
+            found = (self._planned if self.planned else self._kept)(handed, part, takes_more)
             self.graphs.append(found)
         self._parts.put(part, found)
         return handed.partition(found)
@@ -93,14 +95,12 @@ class PlannedPartitioner(CustomPartitionerFn):
         how = "run by torch.compile's own partition, whose memory is not planned"
         partition: Partition | None = None
         if isinstance(why, InfeasibleError):
-            self._takes_more = True
+            copied = fx.GraphModule(gm, copy.deepcopy(gm.graph))
             try:
-                partition = self._partition(part, fx.GraphModule(gm, copy.deepcopy(gm.graph)), inputs, options)
+                partition = self._partition(part, copied, inputs, options, takes_more=True)
                 how = "run with the least memory that is known, which is more than it may take"
             except MonetError as error:
                 why = error
-            finally:
-                self._takes_more = False
         if partition is None:
             found = dict(own_partitions(gm, inputs, options))
             if not found:  # that has plain PyTorch's gradients
@@ -133,7 +133,7 @@ class PlannedPartitioner(CustomPartitionerFn):
                 return graph
         return None
 
-    def _kept(self, handed: Handed, part: Part) -> PlannedGraph:
+    def _kept(self, handed: Handed, part: Part, takes_more: bool) -> PlannedGraph:
         """The plan in the cache, or one that is made now and kept."""
         settings = self.settings
         compares = self.compares and handed.is_on_gpu and inductor.custom_partitioner_fn is self
@@ -143,12 +143,12 @@ class PlannedPartitioner(CustomPartitionerFn):
         if settings.limits is not None:
             found = handed.fastest(within(settings.limits, menu_of(handed)))
         else:
-            found = self._planned(handed, part)
+            found = self._planned(handed, part, takes_more)
             if compares:
                 found = fastest(handed, found, partial(self._replanned, handed, found))
                 if found.way is None or found.room(settings.calls) < 0:
                     return found  # a warning says what is wrong, in the next process too
-            if self._takes_more:
+            if takes_more:
                 return found
         keep_graphs(path, [found])
         return found
@@ -161,7 +161,7 @@ class PlannedPartitioner(CustomPartitionerFn):
         """Where the budget is a percentage, what a graph has in any case: as much as another form of it."""
         return self._parts.step_bytes(part) if self.settings.budget.bytes is None else 0
 
-    def _planned(self, handed: Handed, part: Part) -> PlannedGraph:
+    def _planned(self, handed: Handed, part: Part, takes_more: bool) -> PlannedGraph:
         settings, program = self.settings, handed.program
         before, copied = settings.extra_bytes + self._held_bytes(part), handed.copied_bytes
         plain = handed.point(store_all(program))
@@ -171,7 +171,7 @@ class PlannedPartitioner(CustomPartitionerFn):
         try:
             found, for_one = self._from_file(handed) or self._plan_calls(handed, budget)
         except InfeasibleError as error:
-            if not self._takes_more or error.smallest_bytes is None:
+            if not takes_more or error.smallest_bytes is None:
                 raise self._explained(error, before, copied) from None
             budget = error.smallest_bytes
             found, for_one = self._plan_calls(handed, budget)

@@ -17,7 +17,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 from torch._inductor import inductor_prims
 
-from .parts import gradients_of
+from .arguments import gradients_of
 from .written import copied_operator
 
 _CONVOLUTION = torch.ops.aten.convolution_backward.default

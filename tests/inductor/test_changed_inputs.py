@@ -109,6 +109,17 @@ def test_pytorchs_own_partition_is_left_out_where_it_saves_what_the_forward_over
     assert [min(number, 1) for number in found] == [count]
 
 
+@pytest.mark.skipif(COPIES, reason="this PyTorch's own partitions have plain PyTorch's gradients")
+def test_no_partition_with_other_gradients_is_run_where_sizes_change() -> None:
+    """It would be, if its gradients were plain PyTorch's: see `test_forms`."""
+    model, _ = queue()
+    torch._dynamo.reset()
+    function = torch.compile(model, backend=uncompiled(monet_like.compile_options("100%", quick=True, measured=False)))
+    function(torch.randn(64, 32))
+    with pytest.raises(Exception, match="compile with dynamic=False"):
+        function(torch.randn(48, 32))
+
+
 def parameters(graph: PlannedGraph) -> list[int]:
     return [value.bytes for value in graph.program.values if value.kind == "parameter"]
 
